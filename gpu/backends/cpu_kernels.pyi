@@ -1,0 +1,103 @@
+"""The CPU device's operations between the matrix products, in C, over all rows of a batch at once.
+
+Arrays are addresses of contiguous memory whose shapes the caller has checked; "element" is bfloat16 when `bf16` is
+true and float32 otherwise. Rows are computed in parallel by up to `num_threads` threads without the GIL, and each row
+in an order that does not depend on the others.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+VECTOR_LANES: int
+HEAD_DIM_LIMIT: int
+NOISE_LANES: int
+
+class PagedCache:
+    """One layer of the KV cache.
+
+    Args:
+        keys: element `[num_blocks, num_kv_heads, head_dim, block_size]`.
+        values: element `[num_blocks, num_kv_heads, block_size, head_dim]`, readable `VECTOR_LANES` elements past its
+            end.
+        block_size: a multiple of `VECTOR_LANES`.
+    """
+
+    def __init__(self, keys: int, values: int, block_size: int, num_kv_heads: int, head_dim: int) -> None: ...
+
+def rms_norm(
+    stream: int, delta: int, weight: int, out: int, rows: int, width: int, eps: float, bf16: bool, num_threads: int
+) -> None:
+    """Stream += delta, then out = stream / rms(stream) * weight.
+
+    stream: float32 `[rows, width]`; delta: element `[rows, width]`, or 0 for none; weight: float32 `[width]`;
+    out: element `[rows, width]`.
+    """
+
+def silu_and_mul(gate_up: int, out: int, rows: int, width: int, bf16: bool, num_threads: int) -> None:
+    """gate_up element `[rows, 2 * width]` -> out element `[rows, width]` = silu(gate) * up."""
+
+def rotate_and_store(
+    qkv: int,
+    cos: int,
+    sin: int,
+    positions: int,
+    slots: int,
+    cache: PagedCache,
+    num_tokens: int,
+    num_heads: int,
+    bf16: bool,
+    num_threads: int,
+) -> None:
+    """Rotate queries and keys in place and put keys and values into the cache.
+
+    qkv: element `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`; cos, sin: float32
+    `[max_model_len, head_dim / 2]`; positions, slots: int32 `[num_tokens]`.
+    """
+
+def attention(
+    queries: int,
+    query_stride: int,
+    positions: int,
+    token_rows: int,
+    block_table: int,
+    max_blocks: int,
+    cache: PagedCache,
+    out: int,
+    num_tokens: int,
+    num_heads: int,
+    scale: float,
+    window: int,
+    bf16: bool,
+    num_threads: int,
+) -> None:
+    """Causal attention of every token over its sequence's cached keys.
+
+    queries: element `[num_tokens, num_heads * head_dim]` with rows `query_stride` elements apart; positions,
+    token_rows: int32 `[num_tokens]`; block_table: int32 `[num_rows, max_blocks]`; out: element
+    `[num_tokens, num_heads * head_dim]`; window: keys a token sees, itself included, or 0 for all.
+    """
+
+def sample(
+    logits: int,
+    vocab: int,
+    bf16: bool,
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int32],
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32],
+    seed: npt.NDArray[np.uint64],
+    position: npt.NDArray[np.int64],
+    masked_ids: npt.NDArray[np.int32],
+    num_masked: npt.NDArray[np.int32],
+    want_logprob: npt.NDArray[np.bool_],
+    scratch: int,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    failed: npt.NDArray[np.bool_],
+    num_threads: int,
+) -> None:
+    """Draw a token from each row of logits, element `[L, vocab]`; parameters are those of `SamplingBatch`.
+
+    scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes token_ids, logprobs and failed,
+    `[L]`; leaves token and logprob of a failed row alone.
+    """

@@ -1,0 +1,148 @@
+# distutils: extra_compile_args = -fopenmp -Wno-psabi
+# distutils: extra_link_args = -fopenmp
+"""Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
+
+from cython.parallel cimport prange, threadid
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+
+
+cdef extern from "cpu_kernels.h" nogil:
+    enum:
+        LANES
+        MAX_HEAD_DIM
+    ctypedef struct paged_cache:
+        void *keys
+        void *values
+        int64_t block_size
+        int64_t num_kv_heads
+        int64_t head_dim
+    void rms_norm_row "rms_norm"(float *stream, const void *delta, const float *weight, void *out, int64_t width,
+                                 float eps, int bf16)
+    void silu_and_mul_row "silu_and_mul"(const void *gate_up, void *out, int64_t width, int bf16)
+    void rotate_and_store_row "rotate_and_store"(void *qkv, const float *cos, const float *sin,
+                                                 const paged_cache *cache, int64_t slot, int64_t num_heads, int bf16)
+    void attention_row "attention"(const void *queries, const int32_t *blocks, const paged_cache *cache,
+                                   int64_t kv_head, int64_t group, int64_t first, int64_t last, float scale, void *out,
+                                   int bf16)
+
+
+cdef extern from "cpu_sampling.h" nogil:
+    enum:
+        NOISE_IDS
+    ctypedef struct sampling_batch:
+        const float *temperature
+        const int32_t *top_k
+        const float *top_p
+        const float *min_p
+        const uint64_t *seed
+        const int64_t *position
+        const int32_t *masked_ids
+        int64_t masked_width
+        const int32_t *num_masked
+        const uint8_t *want_logprob
+    bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
+                      int32_t *token, float *logprob, int bf16)
+
+
+VECTOR_LANES = LANES
+HEAD_DIM_LIMIT = MAX_HEAD_DIM
+NOISE_LANES = NOISE_IDS
+
+# Opening a parallel region costs about as much as computing this many elements.
+cdef int64_t SERIAL_ELEMENTS = 8192
+
+
+cdef inline int team(int64_t elements, int num_threads) noexcept nogil:
+    return num_threads if elements > SERIAL_ELEMENTS else 1
+
+
+cdef inline size_t element_size(bint bf16) noexcept nogil:
+    return 2 if bf16 else 4
+
+
+def rms_norm(uintptr_t stream, uintptr_t delta, uintptr_t weight, uintptr_t out, int64_t rows, int64_t width,
+             float eps, bint bf16, int num_threads):
+    cdef size_t size = element_size(bf16)
+    cdef int64_t row
+    for row in prange(rows, nogil=True, schedule="static", num_threads=team(rows * width, num_threads)):
+        rms_norm_row(<float *>stream + row * width,
+                     <const void *>(delta + row * width * size) if delta else NULL,
+                     <const float *>weight, <void *>(out + row * width * size), width, eps, bf16)
+
+
+def silu_and_mul(uintptr_t gate_up, uintptr_t out, int64_t rows, int64_t width, bint bf16, int num_threads):
+    cdef size_t size = element_size(bf16)
+    cdef int64_t row
+    for row in prange(rows, nogil=True, schedule="static", num_threads=team(rows * width, num_threads)):
+        silu_and_mul_row(<const void *>(gate_up + 2 * row * width * size), <void *>(out + row * width * size), width,
+                         bf16)
+
+
+cdef class PagedCache:
+    """One layer of the KV cache, as the kernels see it."""
+
+    cdef paged_cache layer
+
+    def __init__(self, uintptr_t keys, uintptr_t values, int64_t block_size, int64_t num_kv_heads, int64_t head_dim):
+        self.layer.keys = <void *>keys
+        self.layer.values = <void *>values
+        self.layer.block_size = block_size
+        self.layer.num_kv_heads = num_kv_heads
+        self.layer.head_dim = head_dim
+
+
+def rotate_and_store(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t positions, uintptr_t slots,
+                     PagedCache cache, int64_t num_tokens, int64_t num_heads, bint bf16, int num_threads):
+    cdef int64_t half = cache.layer.head_dim // 2
+    cdef int64_t width = (num_heads + 2 * cache.layer.num_kv_heads) * cache.layer.head_dim
+    cdef size_t size = element_size(bf16)
+    cdef const int32_t *position = <const int32_t *>positions
+    cdef const int32_t *slot = <const int32_t *>slots
+    cdef int64_t token
+    for token in prange(num_tokens, nogil=True, schedule="static", num_threads=team(num_tokens * width, num_threads)):
+        rotate_and_store_row(<void *>(qkv + token * width * size), <const float *>cos + position[token] * half,
+                             <const float *>sin + position[token] * half, &cache.layer, slot[token], num_heads, bf16)
+
+
+def attention(uintptr_t queries, int64_t query_stride, uintptr_t positions, uintptr_t token_rows,
+              uintptr_t block_table, int64_t max_blocks, PagedCache cache, uintptr_t out, int64_t num_tokens,
+              int64_t num_heads, float scale, int64_t window, bint bf16, int num_threads):
+    cdef int64_t groups = cache.layer.num_kv_heads
+    cdef int64_t out_stride = num_heads * cache.layer.head_dim
+    cdef size_t size = element_size(bf16)
+    cdef const int32_t *position = <const int32_t *>positions
+    cdef const int32_t *row = <const int32_t *>token_rows
+    cdef int64_t item, token, last, first
+    # A token and KV head is one unit of work; long and short contexts mix, so threads take units as they get free.
+    for item in prange(num_tokens * groups, nogil=True, schedule="dynamic", num_threads=num_threads):
+        token = item // groups
+        last = position[token]
+        first = last - window + 1 if 0 < window <= last else 0
+        attention_row(<const void *>(queries + token * query_stride * size),
+                      <const int32_t *>block_table + row[token] * max_blocks, &cache.layer, item % groups,
+                      num_heads // groups, first, last, scale, <void *>(out + token * out_stride * size), bf16)
+
+
+def sample(uintptr_t logits, int64_t vocab, bint bf16, const float[::1] temperature, const int32_t[::1] top_k,
+           const float[::1] top_p, const float[::1] min_p, const uint64_t[::1] seed, const int64_t[::1] position,
+           const int32_t[:, ::1] masked_ids, const int32_t[::1] num_masked, const uint8_t[::1] want_logprob,
+           uintptr_t scratch, int32_t[::1] token_ids, float[::1] logprobs, uint8_t[::1] failed, int num_threads):
+    cdef int64_t rows = token_ids.shape[0]
+    cdef int64_t scratch_width = 3 * ((vocab + NOISE_IDS - 1) // NOISE_IDS * NOISE_IDS)
+    cdef int64_t i
+    cdef sampling_batch batch
+    if rows == 0:
+        return
+    batch.temperature = &temperature[0]
+    batch.top_k = &top_k[0]
+    batch.top_p = &top_p[0]
+    batch.min_p = &min_p[0]
+    batch.seed = &seed[0]
+    batch.position = &position[0]
+    batch.masked_ids = &masked_ids[0, 0]
+    batch.masked_width = masked_ids.shape[1]
+    batch.num_masked = &num_masked[0]
+    batch.want_logprob = &want_logprob[0]
+    for i in prange(rows, nogil=True, schedule="dynamic", num_threads=team(rows * vocab, num_threads)):
+        failed[i] = not sample_token(<const void *>logits, vocab, &batch, i,
+                                     <float *>scratch + threadid() * scratch_width, &token_ids[i], &logprobs[i], bf16)

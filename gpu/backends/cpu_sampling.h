@@ -1,0 +1,282 @@
+/* Drawing one token from one row of logits; the rule is written out in sampling.py.
+ *
+ * Truncation is a threshold on the raw logit, found exactly by a radix search, so equal logits are kept or dropped
+ * together and no order of summation can separate them.
+ */
+#ifndef FOREWORD_CPU_SAMPLING_H
+#define FOREWORD_CPU_SAMPLING_H
+
+#include "simd.h"
+
+enum {
+    PHILOX_WORDS = 4,
+    NOISE_IDS = PHILOX_WORDS * LANES, /* ids that one vector call of the generator serves */
+    RADIX_BITS = 11,
+    RADIX_LEVELS = 3
+};
+
+/* Parameters of every row; see SamplingBatch in sampling.py. */
+typedef struct {
+    const float *temperature;
+    const int32_t *top_k;
+    const float *top_p;
+    const float *min_p;
+    const uint64_t *seed;
+    const int64_t *position;
+    const int32_t *masked_ids; /* [rows, masked_width] */
+    int64_t masked_width;
+    const int32_t *num_masked;
+    const uint8_t *want_logprob;
+} sampling_batch;
+
+typedef struct {
+    float temperature, top_p, min_p;
+    int32_t top_k;
+    uint64_t seed, position;
+} sampling_row;
+
+static const float GREEDY_TEMPERATURE = 1e-5f; /* below it: the most probable token */
+
+/* ---- noise ---------------------------------------------------------------------------------------------------- */
+
+/* Philox4x32-10 (Salmon et al., 2011) on sixteen counters at once. */
+INLINE void philox(words counter[PHILOX_WORDS], uint32_t key0, uint32_t key1) {
+    for (int round = 0; round < 10; round++) {
+        words low0, low1, high0, high1;
+        for (int i = 0; i < LANES; i++) {
+            uint64_t product0 = (uint64_t)0xD2511F53u * counter[0][i];
+            uint64_t product1 = (uint64_t)0xCD9E8D57u * counter[2][i];
+            low0[i] = (uint32_t)product0;
+            high0[i] = (uint32_t)(product0 >> 32);
+            low1[i] = (uint32_t)product1;
+            high1[i] = (uint32_t)(product1 >> 32);
+        }
+        counter[0] = high1 ^ counter[1] ^ key0;
+        counter[2] = high0 ^ counter[3] ^ key1;
+        counter[1] = low1;
+        counter[3] = low0;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+}
+
+/* Gumbel noise of ids [NOISE_IDS * chunk, NOISE_IDS * (chunk + 1)). */
+INLINE void gumbel_noise(uint64_t seed, uint64_t position, int64_t chunk, floats noise[PHILOX_WORDS]) {
+    words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    words zero = {0};
+    words counter[PHILOX_WORDS] = {lane + (uint32_t)(chunk * LANES), zero + (uint32_t)position,
+                                   zero + (uint32_t)(position >> 32), zero};
+    philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
+    for (int w = 0; w < PHILOX_WORDS; w++) {
+        ints odd = (ints)((counter[w] >> 9 << 1) | 1); /* 24 bits, exact in float32, neither 0 nor 2^24 */
+        floats uniform = __builtin_convertvector(odd, floats) * 0x1p-24f;
+        noise[w] = -log_of(-log_of(uniform));
+    }
+}
+
+/* ---- truncation ----------------------------------------------------------------------------------------------- */
+
+/* Unsigned keys in the order of the floats. */
+INLINE uint32_t order_key(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits ^ (bits & 0x80000000u ? 0xffffffffu : 0x80000000u);
+}
+
+INLINE float key_value(uint32_t key) {
+    uint32_t bits = key ^ (key & 0x80000000u ? 0x80000000u : 0xffffffffu);
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The greatest value v of `values` such that the mass of {x >= v} reaches `target`; the least value if none does.
+ *
+ * masses: of each value, or NULL to count values. values and masses are overwritten. */
+INLINE float threshold(float *values, float *masses, int64_t count, double target) {
+    double above = 0.0;
+    uint32_t prefix = 0;
+    int shift = 32;
+    for (int level = 0; level < RADIX_LEVELS; level++) {
+        int bits = shift < RADIX_BITS ? shift : RADIX_BITS;
+        shift -= bits;
+        uint32_t digit_mask = (1u << bits) - 1;
+        double mass[1 << RADIX_BITS] = {0};
+        int32_t members[1 << RADIX_BITS] = {0};
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t digit = order_key(values[i]) >> shift & digit_mask;
+            members[digit]++;
+            mass[digit] += masses ? masses[i] : 1.0f;
+        }
+        uint32_t chosen = 0;
+        double reached = above;
+        for (int64_t digit = digit_mask; digit >= 0; digit--) {
+            if (!members[digit]) continue;
+            above = reached;
+            chosen = (uint32_t)digit;
+            reached += mass[digit];
+            if (reached >= target) break;
+        }
+        prefix |= chosen << shift;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; i++) {
+            if ((order_key(values[i]) >> shift & digit_mask) != chosen) continue;
+            values[kept] = values[i];
+            if (masses) masses[kept] = masses[i];
+            kept++;
+        }
+        count = kept;
+    }
+    return key_value(prefix);
+}
+
+/* Copy the values of x that are at least `least` to `values`; returns how many. */
+INLINE int64_t keep_at_least(const float *x, int64_t count, float least, float *values) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i++) {
+        values[kept] = x[i];
+        kept += x[i] >= least;
+    }
+    return kept;
+}
+
+/* The least logit that top-k, then top-p, then min-p keep. scratch: [2 * padded vocabulary]. */
+INLINE float truncation(const float *x, int64_t padded, float peak, const sampling_row *row, float *scratch) {
+    float *values = scratch, *masses = scratch + padded;
+    float least = -FLT_MAX;
+    if (row->top_k > 0) {
+        int64_t count = keep_at_least(x, padded, least, values);
+        if (row->top_k < count) least = threshold(values, NULL, count, row->top_k);
+    }
+    if (row->top_p < 1.0f) {
+        int64_t count = keep_at_least(x, padded, least, values);
+        double total = 0.0;
+        for (int64_t i = 0; i < count; i += LANES) {
+            floats mass = exp_of((load_part(values, i, count - i, -INFINITY, 0) - peak) / row->temperature);
+            store_part(masses, i, count - i, mass, 0);
+        }
+        for (int64_t i = 0; i < count; i++) total += masses[i];
+        least = threshold(values, masses, count, row->top_p * total);
+    }
+    if (row->min_p > 0.0f) {
+        double bound = peak + (double)row->temperature * log((double)row->min_p);
+        float rounded = (float)bound;
+        if (rounded < bound) rounded = nextafterf(rounded, INFINITY);
+        least = rounded > least ? rounded : least;
+    }
+    return least < peak ? least : peak;
+}
+
+/* ---- one row -------------------------------------------------------------------------------------------------- */
+
+/* Running argmax over vectors in ascending id order; the lowest id of equals wins. */
+typedef struct {
+    floats value;
+    ints id;
+} best_lanes;
+
+INLINE void take_best(best_lanes *best, floats value, ints id) {
+    ints better = value > best->value;
+    best->value = choose(better, value, best->value);
+    best->id = (better & id) | (~better & best->id);
+}
+
+INLINE int32_t best_id(const best_lanes *best) {
+    int chosen = 0;
+    for (int i = 1; i < LANES; i++) {
+        float a = best->value[i], b = best->value[chosen];
+        if (a > b || (a == b && best->id[i] < best->id[chosen])) chosen = i;
+    }
+    return best->id[chosen];
+}
+
+INLINE int any(ints condition) {
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= condition[i];
+    return found != 0;
+}
+
+static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+INLINE int32_t greedy_id(const float *x, int64_t padded) {
+    best_lanes best = {splat(-INFINITY), LANE_IDS};
+    for (int64_t i = 0; i < padded; i += LANES) take_best(&best, load(x, i, 0), LANE_IDS + (int32_t)i);
+    return best_id(&best);
+}
+
+INLINE int32_t random_id(const float *x, int64_t padded, float peak, float least, const sampling_row *row) {
+    best_lanes best = {splat(-INFINITY), LANE_IDS};
+    for (int64_t i = 0; i < padded; i += NOISE_IDS) {
+        floats logits[PHILOX_WORDS], noise[PHILOX_WORDS];
+        ints kept = {0};
+        for (int w = 0; w < PHILOX_WORDS; w++) {
+            logits[w] = load(x, i + w * LANES, 0);
+            kept |= logits[w] >= least;
+        }
+        if (!any(kept)) continue;
+        gumbel_noise(row->seed, row->position, i / NOISE_IDS, noise);
+        for (int w = 0; w < PHILOX_WORDS; w++) {
+            floats score = (logits[w] - peak) / row->temperature + noise[w];
+            score = choose(logits[w] >= least, score, splat(-INFINITY));
+            take_best(&best, score, LANE_IDS + (int32_t)(i + w * LANES));
+        }
+    }
+    return best_id(&best);
+}
+
+/* Copy a row as float32, padded with -inf. False when a logit is NaN or +inf. */
+INLINE int copy_finite(const void *logits, int64_t start, int64_t vocab, int64_t padded, float *x, int bf16) {
+    ints bad = {0};
+    for (int64_t i = 0; i < padded; i += LANES) {
+        floats v = i < vocab ? load_part(logits, start + i, vocab - i, -INFINITY, bf16) : splat(-INFINITY);
+        bad |= ~(v < INFINITY);
+        store(x, i, v, 0);
+    }
+    return !any(bad);
+}
+
+/* ln sum e^(x - peak). */
+INLINE float log_mass(const float *x, int64_t padded, float peak) {
+    floats sum = {0};
+    for (int64_t i = 0; i < padded; i += LANES) sum += exp_of(load(x, i, 0) - peak);
+    return logf(lane_sum(sum));
+}
+
+INLINE int sample_body(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
+                       int32_t *token, float *logprob, int bf16) {
+    int64_t padded = (vocab + NOISE_IDS - 1) / NOISE_IDS * NOISE_IDS;
+    float *x = scratch;
+    sampling_row row = {batch->temperature[i], batch->top_p[i], batch->min_p[i],
+                        batch->top_k[i],       batch->seed[i],  (uint64_t)batch->position[i]};
+    if (!copy_finite(logits, i * vocab, vocab, padded, x, bf16)) return 0;
+    float model_peak = 0.0f, model_mass = 0.0f;
+    if (batch->want_logprob[i]) {
+        model_peak = x[greedy_id(x, padded)];
+        model_mass = log_mass(x, padded, model_peak);
+    }
+    for (int32_t k = 0; k < batch->num_masked[i]; k++) {
+        int32_t id = batch->masked_ids[i * batch->masked_width + k];
+        if (id >= 0 && id < vocab) x[id] = -INFINITY;
+    }
+    int32_t chosen = greedy_id(x, padded);
+    float peak = x[chosen];
+    if (peak == -INFINITY) return 0;
+    if (!(row.temperature < GREEDY_TEMPERATURE)) {
+        float least = truncation(x, padded, peak, &row, scratch + padded);
+        chosen = random_id(x, padded, peak, least, &row);
+    }
+    *token = chosen;
+    *logprob = batch->want_logprob[i] ? (x[chosen] - model_peak) - model_mass : 0.0f;
+    return 1;
+}
+
+/* Draw a token from row i of logits [rows, vocab]. False, and nothing written, when the row cannot be sampled.
+ *
+ * scratch: [3 * vocab rounded up to NOISE_IDS]. */
+CPU_CLONES static int sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i,
+                                   float *scratch, int32_t *token, float *logprob, int bf16) {
+    if (bf16) return sample_body(logits, vocab, batch, i, scratch, token, logprob, 1);
+    return sample_body(logits, vocab, batch, i, scratch, token, logprob, 0);
+}
+
+#endif

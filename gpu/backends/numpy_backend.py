@@ -1,0 +1,189 @@
+"""The contract in plain NumPy: slow, obvious, and the oracle every other backend is tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
+from foreword.gpu.backends.sampling import GREEDY_TEMPERATURE, Samples, SamplingBatch
+from foreword.gpu.batch import Batch
+from foreword.scheduler.step import StepPlan
+
+Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
+UInt32 = npt.NDArray[np.uint32]
+
+
+class NumpyBackend(Backend[Array]):
+    """float32 arrays, float64 inside an operation, one sequence or token at a time."""
+
+    device = "cpu"
+    device_name = "NumPy"
+    dtype = "float32"
+
+    def weight(self, values: Float32) -> Array:
+        return values.astype(np.float32)
+
+    def embedding_weight(self, table: Float32) -> Array:
+        return table.astype(np.float32)
+
+    def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[Array]:
+        return LinearWeight(weight.astype(np.float32), None if bias is None else bias.astype(np.float32))
+
+    def tied_linear_weight(self, table: Array) -> LinearWeight[Array]:
+        return LinearWeight(table, None)
+
+    def kv_cache(self, shape: KVCacheShape) -> KVCache[Array]:
+        slots = (shape.num_layers, shape.num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        table = np.zeros((shape.num_rows, shape.max_blocks_per_sequence), np.int32)
+        return KVCache(shape, np.empty(slots, np.float32), np.empty(slots, np.float32), table)
+
+    def upload(self, plan: StepPlan, cache: KVCache[Array]) -> Batch[Array]:
+        for row, index, block in plan.block_table_updates:
+            cache.block_table[row, index] = block
+        return Batch(
+            token_ids=plan.token_ids.copy(),
+            positions=plan.positions.copy(),
+            token_rows=np.repeat(plan.rows, np.diff(plan.query_offsets)),
+            slot_mapping=plan.slot_mapping.copy(),
+            logits_indices=plan.logits_indices.copy(),
+        )
+
+    def embedding(self, token_ids: Array, table: Array) -> Array:
+        return table[token_ids]
+
+    def rms_norm(self, stream: Array, weight: Array, eps: float, delta: Array | None = None) -> Array:
+        if delta is not None:
+            stream += delta
+        x = stream.astype(np.float64)
+        normed: Float64 = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+        return normed.astype(np.float32)
+
+    def linear(self, x: Array, weight: LinearWeight[Array]) -> Array:
+        out_features = len(weight.weight)
+        bias = np.zeros(out_features) if weight.bias is None else weight.bias
+        matrix = weight.weight.astype(np.float64)
+        rows = [matrix @ row + bias for row in x.astype(np.float64)]
+        return np.array(rows, np.float32).reshape(len(x), out_features)
+
+    def rotate_and_store(
+        self, qkv: Array, rotary: RotaryTable[Array], batch: Batch[Array], cache: KVCache[Array], layer: int
+    ) -> Array:
+        shape = cache.shape
+        heads = qkv.reshape(len(qkv), -1, shape.head_dim)
+        num_heads = heads.shape[1] - 2 * shape.num_kv_heads
+        cos = rotary.cos[batch.positions][:, None, :]
+        sin = rotary.sin[batch.positions][:, None, :]
+        first, second = np.split(heads[:, : num_heads + shape.num_kv_heads].astype(np.float64), 2, axis=-1)
+        rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(np.float32)
+        cache.keys[layer, batch.slot_mapping] = rotated[:, num_heads:]
+        cache.values[layer, batch.slot_mapping] = heads[:, num_heads + shape.num_kv_heads :]
+        return rotated[:, :num_heads].reshape(len(qkv), -1)
+
+    def attention(
+        self, queries: Array, batch: Batch[Array], cache: KVCache[Array], layer: int, scale: float, window: int | None
+    ) -> Array:
+        shape = cache.shape
+        heads = queries.reshape(len(queries), -1, shape.head_dim).astype(np.float64)
+        out = np.empty_like(heads, np.float32)
+        group = heads.shape[1] // shape.num_kv_heads
+        for token, (row, last) in enumerate(zip(batch.token_rows, batch.positions, strict=True)):
+            first = 0 if window is None else max(0, last - window + 1)
+            visible = np.arange(first, last + 1)
+            slots = cache.block_table[row, visible // shape.block_size] * shape.block_size + visible % shape.block_size
+            keys = np.repeat(cache.keys[layer, slots], group, axis=1).astype(np.float64)
+            values = np.repeat(cache.values[layer, slots], group, axis=1).astype(np.float64)
+            scores = np.einsum("hd,khd->hk", heads[token], keys) * scale
+            out[token] = np.einsum("hk,khd->hd", softmax(scores), values)
+        return out.reshape(len(queries), -1)
+
+    def silu_and_mul(self, gate_up: Array) -> Array:
+        gate, up = np.split(gate_up.astype(np.float64), 2, axis=-1)
+        gated: Float64 = gate / (1 + np.exp(-gate)) * up
+        return gated.astype(np.float32)
+
+    def gather_rows(self, x: Array, indices: Array) -> Array:
+        return x[indices]
+
+    def sample(self, logits: Array, params: SamplingBatch) -> Samples:
+        rows = len(logits)
+        samples = Samples(np.zeros(rows, np.int32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
+        for i, row in enumerate(logits.astype(np.float64)):
+            masked = params.masked_ids[i, : params.num_masked[i]]
+            allowed = row.copy()
+            allowed[masked[(masked >= 0) & (masked < len(row))]] = -np.inf
+            if not (row < np.inf).all() or np.isneginf(allowed).all():
+                samples.failed[i] = True
+                continue
+            samples.token_ids[i] = token = self._draw(allowed, params, i)
+            if params.want_logprob[i]:
+                samples.logprobs[i] = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
+        return samples
+
+    def _draw(self, x: Float64, params: SamplingBatch, i: int) -> int:
+        temperature = float(params.temperature[i])
+        if temperature < GREEDY_TEMPERATURE:
+            return int(x.argmax())
+        peak = x.max()
+        kept = x > -np.inf
+        if 0 < params.top_k[i] < kept.sum():
+            kept &= x >= np.sort(x)[-params.top_k[i]]
+        if params.top_p[i] < 1:
+            mass = softmax(np.where(kept, x / temperature, -np.inf))
+            for value in np.unique(x[kept])[::-1]:
+                if mass[x >= value].sum() >= params.top_p[i]:
+                    break
+            kept &= x >= value
+        if params.min_p[i] > 0:
+            kept &= x >= peak + temperature * np.log(float(params.min_p[i]))
+        noise = gumbel_noise(int(params.seed[i]), int(params.position[i]), len(x))
+        return int(np.where(kept, (x - peak) / temperature + noise, -np.inf).argmax())
+
+
+def softmax(x: Float64) -> Float64:
+    """Softmax over the last axis."""
+    weights: Float64 = np.exp(x - x.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def philox(counter: UInt32, key: tuple[int, int]) -> UInt32:
+    """Philox4x32-10 (Salmon et al., 2011).
+
+    Args:
+        counter: `[4, N]`.
+        key: two 32-bit words.
+
+    Returns:
+        `[4, N]` random words.
+    """
+    c0, c1, c2, c3 = counter.astype(np.uint64)
+    key0, key1 = key
+    low = np.uint64(0xFFFF_FFFF)
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(key0),
+            product1 & low,
+            (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(key1),
+            product0 & low,
+        )
+        key0, key1 = (key0 + 0x9E3779B9) & 0xFFFF_FFFF, (key1 + 0xBB67AE85) & 0xFFFF_FFFF
+    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Float64:
+    """Noise `[V]` of every id at a position; see `sampling`."""
+    groups = -(-vocab_size // 64)
+    counter = np.zeros((4, groups * 16), np.uint32)
+    counter[0] = np.arange(groups * 16)
+    counter[1] = position & 0xFFFF_FFFF
+    counter[2] = position >> 32
+    words = philox(counter, (seed & 0xFFFF_FFFF, seed >> 32))
+    by_id = words.reshape(4, groups, 16).transpose(1, 0, 2).reshape(-1)[:vocab_size]
+    uniform = (2 * (by_id >> np.uint32(9)).astype(np.float64) + 1) / 2**24
+    noise: Float64 = -np.log(-np.log(uniform))
+    return noise

@@ -1,0 +1,66 @@
+"""What a device is asked to hold and how it computes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+
+from foreword.gpu.models.config import ModelConfig
+from foreword.scheduler.errors import ConfigError
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def available_cpus() -> int:
+    """Processors this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Capacities and number format of a device; the memory for all of it is allocated once.
+
+    Attributes:
+        num_blocks: blocks of the KV cache that sequences share.
+        device: "cpu".
+        dtype: of weights, activations and KV cache: "bfloat16" or "float32".
+        num_threads: threads that compute, on the CPU device.
+        block_size: tokens per block.
+        max_num_sequences: rows of the batch.
+        max_num_batched_tokens: tokens of a step.
+        max_model_len: tokens (prompt and output) a sequence may have.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    num_blocks: int
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    num_threads: int = field(default_factory=available_cpus)
+    block_size: int = 16
+    max_num_sequences: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            raise ConfigError("device: the CUDA device is not available in this build; the available device is 'cpu'")
+        if self.device != "cpu":
+            raise ConfigError(f"device: '{self.device}' is unknown; the available device is 'cpu'")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype: '{self.dtype}' is unknown; use one of {', '.join(sorted(DTYPE_BYTES))}")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{entry.name}: must be at least 1, got {value}")
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Blocks that a sequence of `max_model_len` tokens takes."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def kv_cache_bytes_per_block(model: ModelConfig, block_size: int, dtype: str) -> int:
+    """Memory that one block takes: keys and values of `block_size` tokens in every layer."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * DTYPE_BYTES[dtype]

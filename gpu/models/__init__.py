@@ -1,0 +1,1 @@
+"""Model families. A decoder is written once, in terms of a backend's operations."""

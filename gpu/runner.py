@@ -1,0 +1,153 @@
+"""Runs the scheduler's plans on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from foreword.gpu.backends.backend import Backend, KVCacheShape
+from foreword.gpu.backends.sampling import Samples, SamplingState
+from foreword.gpu.checkpoint.checkpoint import Checkpoint
+from foreword.gpu.config import DeviceConfig
+from foreword.gpu.models.decoder import Decoder
+from foreword.gpu.models.registry import family
+from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.step import BoolArray, Int32Array, StepPlan, StepResult
+
+
+class ModelRunner:
+    """A model on a device, with the state that lives there between steps: KV cache, block tables, sampling rows.
+
+    Attributes:
+        config: capacities.
+        decoder: the model.
+    """
+
+    def __init__(self, config: DeviceConfig, decoder: Decoder[Any]) -> None:
+        model = decoder.config
+        self.config = config
+        self.decoder = decoder
+        self.cache = decoder.backend.kv_cache(
+            KVCacheShape(
+                num_layers=model.num_layers,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                num_rows=config.max_num_sequences,
+                max_blocks_per_sequence=config.max_blocks_per_sequence,
+            )
+        )
+        self._sampling = SamplingState(config.max_num_sequences)
+
+    @property
+    def device(self) -> str:
+        """Kind of device: "cpu"."""
+        return self.decoder.backend.device
+
+    @property
+    def device_name(self) -> str:
+        """The device as the operating system or driver calls it."""
+        return self.decoder.backend.device_name
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations: "bfloat16" or "float32"."""
+        return self.decoder.backend.dtype
+
+    @property
+    def architecture(self) -> str:
+        """Key into the model registry."""
+        return self.decoder.config.architecture
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head; a token id is below it."""
+        return self.decoder.config.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Values in the checkpoint's tensors."""
+        return self.decoder.weights.num_parameters
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step: keys and values of its tokens, and the tokens that follow where the plan asks for logits.
+
+        Draft tokens are accepted while they equal the token that the model draws in their place.
+        """
+        start_ns = time.perf_counter_ns()
+        for row, request in plan.admitted:
+            self._sampling.admit(row, request)
+        backend = self.decoder.backend
+        batch = backend.upload(plan, self.cache)
+        logits = self.decoder.logits(batch, self.cache)
+        samples = backend.sample(logits, self._sampling.select(plan))
+        accepted, failed = accept_drafts(plan, samples)
+        return StepResult(
+            step_id=plan.step_id,
+            token_offsets=_token_offsets(plan, accepted),
+            token_ids=samples.token_ids[accepted],
+            logprobs=samples.logprobs[accepted],
+            failed=failed,
+            model_duration_ns=time.perf_counter_ns() - start_ns,
+        )
+
+
+def accept_drafts(plan: StepPlan, samples: Samples) -> tuple[BoolArray, BoolArray]:
+    """Keep the drawn tokens of each sequence up to and including the first that differs from its draft.
+
+    Returns:
+        accepted `[L]`, the drawn tokens that come out; failed `[B]`, sequences that met logits that cannot be sampled
+        and have no accepted token.
+    """
+    num_logits = len(plan.logits_indices)
+    owner = np.repeat(np.arange(plan.num_sequences), np.diff(plan.logits_offsets))
+    drafts = plan.token_ids[plan.logits_indices]
+    goes_on = np.zeros(num_logits, np.bool_)
+    goes_on[:-1] = (owner[1:] == owner[:-1]) & (samples.token_ids[:-1] == drafts[1:])
+    # Position i comes out when every position of its sequence before it goes on.
+    stops_before: Int32Array = np.cumsum(~goes_on, dtype=np.int32) - ~goes_on
+    first = plan.logits_offsets[:-1][owner]
+    accepted: BoolArray = stops_before == stops_before[first]
+    failed = np.zeros(plan.num_sequences, np.bool_)
+    failed[owner[accepted & samples.failed]] = True
+    return accepted & ~failed[owner], failed
+
+
+def _token_offsets(plan: StepPlan, accepted: BoolArray) -> Int32Array:
+    return np.concatenate([[0], np.cumsum(accepted)])[plan.logits_offsets].astype(np.int32)
+
+
+def load_runner(
+    config: DeviceConfig, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None
+) -> ModelRunner:
+    """Put a checkpoint's model on a device.
+
+    Args:
+        config: capacities and number format.
+        checkpoint: the model.
+        progress: called with (tensors loaded, tensors in all).
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ConfigError: the device cannot work within `config`.
+    """
+    model = family(checkpoint)
+    model_config = model.read_config(checkpoint)
+    if config.max_model_len > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len: must be at most {model_config.max_position_embeddings}, the positions this model was made "
+            f"for, got {config.max_model_len}"
+        )
+    backend = _open_backend(config)
+    weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
+    return ModelRunner(config, Decoder(model_config, weights, backend, config.max_model_len))
+
+
+def _open_backend(config: DeviceConfig) -> Backend[Any]:
+    from foreword.gpu.backends.cpu_backend import CpuBackend  # imports torch, which takes a second
+
+    return CpuBackend(config.dtype, config.num_threads)

@@ -1,0 +1,45 @@
+"""Limits the scheduler works within."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Fixed capacities; every pool and array is allocated once from these.
+
+    Attributes:
+        num_blocks: blocks of the KV cache that sequences share.
+        block_size: tokens per block.
+        max_num_sequences: sequences that may hold blocks at once (rows of the batch).
+        max_num_batched_tokens: token budget of one step; at least `max_num_sequences`, so that every running sequence
+            can decode in every step.
+        max_model_len: tokens (prompt and output) a sequence may have.
+        max_num_waiting: requests that may wait; one more is refused.
+        max_num_waiting_tokens: prompt tokens that may wait; a request that would pass it is refused, unless the queue
+            is empty.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_sequences: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    max_num_waiting: int = 1024
+    max_num_waiting_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+        if self.max_num_batched_tokens < self.max_num_sequences:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_sequences ({self.max_num_sequences})"
+            )
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Blocks that a sequence of `max_model_len` tokens takes."""
+        return -(-self.max_model_len // self.block_size)

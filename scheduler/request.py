@@ -1,0 +1,74 @@
+"""What a generation asks for, after text has become tokens and every default has been filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is drawn from the model's distribution. All values are effective; none means "unset".
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches this; 1 keeps all.
+        min_p: keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
+        seed: key of the counter-based generator; the token at a position is a pure function of logits, seed and
+            position.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When a sequence ends, as far as tokens tell. Stop strings are matched on text, by the service.
+
+    Attributes:
+        max_output_tokens: at least 1.
+        min_output_tokens: neither `eos_token_ids` nor `stop_token_ids` can be drawn before this many tokens exist.
+        eos_token_ids: the model's end tokens; empty when the request ignores them.
+        stop_token_ids: further end tokens the request named.
+    """
+
+    max_output_tokens: int
+    min_output_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+        request_key: identifies the sequence for its whole life; unique in the server, never the caller's id.
+        prompt_token_ids: int32 `[num_prompt_tokens]`, at least one.
+        arrival_ns: monotonic clock at receipt, nanoseconds.
+        deadline_ns: monotonic clock at which the sequence ends with `FinishReason.DEADLINE`; 0 for none.
+        priority: a higher one is served first.
+        tenant: for fairness between callers.
+        cache_salt: requests share cached blocks only with requests of the same salt.
+        bypass_prefix_cache: neither reads nor feeds the prefix cache.
+        want_logprobs: return the log probability of every chosen token.
+    """
+
+    request_key: int
+    prompt_token_ids: npt.NDArray[np.int32]
+    stopping: StoppingParams
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    arrival_ns: int = 0
+    deadline_ns: int = 0
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+    want_logprobs: bool = False

@@ -1,0 +1,31 @@
+"""Rows of the batch: which sequences hold one, in which order, with which blocks of the KV cache."""
+
+from libc.stdint cimport int32_t
+
+from foreword.scheduler.block_pool cimport BlockPool
+from foreword.scheduler.sequence_table cimport Sequence, SequenceTable
+from foreword.scheduler.step_buffers cimport StepBuffers
+
+
+cdef class RowTable:
+    cdef int num_rows
+    cdef int block_size
+    cdef int max_blocks_per_sequence
+    cdef Sequence* sequences  # of the sequence table
+    cdef SequenceTable table  # keeps them alive
+    cdef BlockPool pool
+    cdef int* running  # [num_rows] entries that hold a row, in the order in which they are served
+    cdef int num_running
+    cdef int* free_rows  # [num_rows]; the first num_free are free, the last of them goes next
+    cdef int num_free
+    cdef int32_t* generations  # [num_rows] how often a row was given out
+    cdef int32_t* block_tables  # [num_rows, max_blocks_per_sequence]
+
+    cdef int num_blocks_for(self, int num_tokens) noexcept nogil
+    cdef int32_t* block_table(self, Sequence* s) noexcept nogil  # of its row
+    cdef int num_tokens_in_reach(self, Sequence* s) noexcept nogil  # that its blocks and the free ones hold
+    cdef void insert(self, int entry) noexcept nogil  # give a waiting sequence a row; there must be a free one
+    cdef int grow(self, Sequence* s, int num_tokens, StepBuffers step) except -1 nogil  # to blocks for so many tokens
+    cdef int release(self, Sequence* s) except -1 nogil  # take row and blocks; the entry stays until `compact`
+    cdef void compact(self) noexcept nogil  # drop entries without a row from `running`
+    cdef int check_invariants(self) except -1

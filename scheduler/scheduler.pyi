@@ -1,0 +1,78 @@
+"""Continuous batching with chunked prefill over a paged KV cache."""
+
+from collections.abc import Sequence
+
+from foreword.scheduler.config import SchedulerConfig
+from foreword.scheduler.request import Request
+from foreword.scheduler.step import Int32Array, SchedulerLoad, StepPlan, StepResult, StepUpdate
+
+class Scheduler:
+    """Packs all requests into one batch every step.
+
+    There is no prefill phase and no decode phase: every sequence has `num_computed` tokens in the KV cache and chases
+    `num_tokens`; each step gives every sequence as many tokens as the token budget and the free blocks allow, decoding
+    sequences first, then prompt chunks in (priority, arrival) order. One thread may use it.
+    """
+
+    config: SchedulerConfig
+
+    def __init__(self, config: SchedulerConfig) -> None: ...
+    def add(self, request: Request, now_ns: int) -> None:
+        """Queue a request.
+
+        Raises:
+            DuplicateRequest: its key is active.
+            ContextLengthExceeded: prompt and output exceed `max_model_len`, or need more blocks than there are.
+            QueueFull: a bound of the waiting queue is reached.
+            DeadlineInfeasible: its deadline has passed.
+            ValueError: the prompt is empty, not int32 or has a negative id, or another field is out of its range.
+        """
+
+    def cancel(self, request_key: int) -> bool:
+        """End a request; its blocks are free after the next `apply`. False when the key is not active."""
+
+    def pause(self, request_key: int) -> bool:
+        """Stop scheduling a sequence, keeping its blocks, until `resume`. False when the key is not active."""
+
+    def resume(self, request_key: int) -> bool:
+        """Undo `pause`. False when the key is not active."""
+
+    def set_drafts(self, request_key: int, token_ids: Sequence[int] | Int32Array) -> int:
+        """Propose tokens that the next step verifies, as far as budget and free blocks allow without a preemption.
+
+        Returns:
+            How many were kept: never more than the sequence may still produce after its next token, and 0 for a
+            sequence that is not decoding or not active.
+
+        Raises:
+            RuntimeError: a plan has not been applied yet.
+            ValueError: a token id is negative.
+        """
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Decide the next step. An empty plan (no sequences) must be applied with `apply(None)` all the same.
+
+        Raises:
+            RuntimeError: the last plan has not been applied yet.
+        """
+
+    def apply(self, result: StepResult | None) -> StepUpdate:
+        """Take a step's result: append tokens, end sequences, free blocks. `None` for an empty plan.
+
+        Raises:
+            ValueError: the result does not belong to the last plan, or a token id is negative.
+        """
+
+    @property
+    def has_work(self) -> bool:
+        """True while a `schedule` could return a plan or an update (unpaused sequences, waiting or ended requests)."""
+
+    @property
+    def next_deadline_ns(self) -> int:
+        """Earliest deadline of all active requests; 0 for none."""
+
+    def load(self) -> SchedulerLoad:
+        """Gauges of the present state."""
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every block, row and queue is accounted for. Slow; for tests."""

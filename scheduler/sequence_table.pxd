@@ -1,0 +1,58 @@
+"""The state of every active request: one C struct each, at a stable entry of a table of fixed capacity."""
+
+cimport numpy as cnp
+from libc.stdint cimport int16_t, int32_t, int64_t
+
+
+cdef struct SequenceUpdate:  # memory layout of step.SEQUENCE_UPDATE, which documents the fields
+    int64_t request_key
+    int64_t first_scheduled_ns
+    int32_t num_tokens
+    int32_t num_prompt_computed
+    int32_t num_cached
+    int32_t num_drafted
+    int32_t num_accepted
+    int32_t num_steps
+    int32_t num_prefill_chunks
+    int32_t num_preemptions
+    int32_t num_recomputed
+    int16_t step_kind
+    int16_t finish_reason
+
+
+cdef struct Sequence:
+    SequenceUpdate update  # what the next StepUpdate says of it; holds its counters
+    int64_t order  # counts calls of `add`: the older of two requests has the smaller one
+    int64_t deadline_ns  # 0 for none
+    int32_t* token_ids  # [max_tokens] prompt, output, then drafts that wait for verification
+    int32_t* stop_token_ids  # [num_eos + num_stop] EOS ids first
+    int32_t num_eos
+    int32_t num_stop
+    int32_t priority
+    int32_t row  # -1 without one
+    int32_t num_prompt
+    int32_t min_tokens  # prompt and output: EOS and stop ids end the sequence only at a token behind this many
+    int32_t max_tokens  # prompt and output
+    int32_t num_tokens  # prompt and output so far
+    int32_t num_computed  # tokens in the KV cache; a decoding sequence lacks its last token
+    int32_t prefill_end  # num_tokens when it got its row: up to here it computes what was known before
+    int32_t num_computed_max  # highest num_computed ever: what is computed below it is recomputed
+    int32_t num_blocks  # blocks in its row of the block table
+    int32_t num_draft  # draft tokens behind its last token
+    int32_t num_overtaken  # requests behind it that were admitted while it did not fit
+    bint is_paused
+    bint is_planned  # part of the plan that has not been applied yet
+
+
+cdef class SequenceTable:
+    cdef readonly int capacity
+    cdef int num_free
+    cdef int64_t next_order
+    cdef Sequence* sequences  # [capacity]
+    cdef int* free_entries  # [capacity]; the first num_free are free
+    cdef dict entries  # request_key -> entry
+    cdef list requests  # [capacity] the Request of an entry
+
+    cdef int add(self, object request, cnp.ndarray prompt) except -1  # of a checked request; the new entry
+    cdef int find(self, object request_key) except -2  # its entry, -1 when it is not active
+    cdef int remove(self, int entry) except -1

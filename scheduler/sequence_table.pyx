@@ -1,0 +1,87 @@
+"""Entries of active requests: allocated when a request is added, so that no step allocates memory."""
+
+cimport numpy as cnp
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from foreword.scheduler.step import SEQUENCE_UPDATE
+
+cnp.import_array()
+
+if sizeof(SequenceUpdate) != SEQUENCE_UPDATE.itemsize:
+    raise ImportError("SequenceUpdate and SEQUENCE_UPDATE differ in size")
+
+
+cdef class SequenceTable:
+    """Fixed-capacity table from request keys to the C state of their sequences."""
+
+    def __cinit__(self, int capacity):
+        self.sequences = <Sequence*>calloc(capacity, sizeof(Sequence))
+        self.free_entries = <int*>malloc(capacity * sizeof(int))
+        if self.sequences == NULL or self.free_entries == NULL:
+            raise MemoryError("sequence table")
+        self.capacity = self.num_free = capacity
+        self.entries = {}
+        self.requests = [None] * capacity
+        cdef int i
+        for i in range(capacity):
+            self.free_entries[i] = capacity - 1 - i
+
+    def __dealloc__(self):
+        cdef int i
+        if self.sequences != NULL:
+            for i in range(self.capacity):
+                free(self.sequences[i].token_ids)
+                free(self.sequences[i].stop_token_ids)
+        free(self.sequences)
+        free(self.free_entries)
+
+    cdef int add(self, object request, cnp.ndarray prompt) except -1:
+        stopping = request.stopping
+        cdef tuple stop = stopping.eos_token_ids + stopping.stop_token_ids
+        cdef int32_t num_prompt = <int32_t>cnp.PyArray_DIM(prompt, 0)
+        cdef int32_t max_tokens = num_prompt + stopping.max_output_tokens
+        cdef int32_t* token_ids = <int32_t*>malloc(max_tokens * sizeof(int32_t))
+        cdef int32_t* stop_token_ids = <int32_t*>malloc((len(stop) + 1) * sizeof(int32_t))
+        if token_ids == NULL or stop_token_ids == NULL:
+            free(token_ids)
+            free(stop_token_ids)
+            raise MemoryError(f"{max_tokens} tokens of a sequence")
+        memcpy(token_ids, cnp.PyArray_DATA(prompt), num_prompt * sizeof(int32_t))
+        cdef int i
+        for i in range(len(stop)):
+            stop_token_ids[i] = stop[i]
+
+        cdef int entry = self.free_entries[self.num_free - 1]
+        cdef Sequence* s = &self.sequences[entry]
+        s.token_ids = token_ids
+        s.stop_token_ids = stop_token_ids
+        s.num_eos = <int32_t>len(stopping.eos_token_ids)
+        s.num_stop = <int32_t>len(stop) - s.num_eos
+        s.row = -1
+        s.num_prompt = s.num_tokens = num_prompt
+        s.max_tokens = max_tokens
+        s.min_tokens = num_prompt + min(stopping.min_output_tokens, stopping.max_output_tokens)
+        s.order = self.next_order
+        s.priority = request.priority
+        s.deadline_ns = request.deadline_ns
+        s.update.request_key = request.request_key
+        self.num_free -= 1
+        self.next_order += 1
+        self.entries[request.request_key] = entry
+        self.requests[entry] = request
+        return entry
+
+    cdef int find(self, object request_key) except -2:
+        return self.entries.get(request_key, -1)
+
+    cdef int remove(self, int entry) except -1:
+        cdef Sequence* s = &self.sequences[entry]
+        del self.entries[s.update.request_key]
+        self.requests[entry] = None
+        free(s.token_ids)
+        free(s.stop_token_ids)
+        memset(s, 0, sizeof(Sequence))
+        self.free_entries[self.num_free] = entry
+        self.num_free += 1
+        return 0

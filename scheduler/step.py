@@ -1,0 +1,177 @@
+"""The arrays that cross the scheduler's border once per step.
+
+    plan = scheduler.schedule(now)        StepPlan     scheduler -> device: what to compute
+    result = runner.execute(plan)         StepResult   device -> scheduler: which tokens came out
+    update = scheduler.apply(result)      StepUpdate   scheduler -> front end: what each sequence gained
+
+Axis letters: B sequences in the step, T tokens in the step, L positions whose logits are needed, N tokens that came
+out, U sequences with news, A rows admitted, R block-table entries that changed.
+
+Plan and update arrays are views of buffers that the scheduler reuses: they are valid until the next `schedule` (plan)
+or the next `apply` (update).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.scheduler.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class StepKind(IntEnum):
+    """What a step did for a sequence."""
+
+    NONE = 0  # no computation: the sequence was ended by a cancel or a deadline
+    PREFILL = 1  # computed prompt tokens (or recomputed tokens after a preemption)
+    DECODE = 2  # one token in, one token out
+    VERIFY = 3  # checked draft tokens
+
+
+class FinishReason(IntEnum):
+    """Why the scheduler ended a sequence."""
+
+    NONE = 0  # it goes on
+    EOS = 1  # drew one of `StoppingParams.eos_token_ids`
+    STOP_TOKEN = 2  # drew one of `StoppingParams.stop_token_ids`
+    LENGTH = 3  # `max_output_tokens` reached
+    CONTEXT_LIMIT = 4  # `SchedulerConfig.max_model_len` reached
+    DEADLINE = 5
+    CANCELLED = 6
+    FAILED = 7  # the device reported the sequence as failed (its logits were not finite), or it cannot get a block
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the device computes in one step. Token t of the step belongs to the sequence b whose range holds t.
+
+    Attributes:
+        step_id: counts from 1.
+        rows: `[B]` stable row of each sequence; indexes every per-row state (block table, sampling parameters).
+        generations: `[B]` how often the row was (re)assigned; a result for an older generation is dropped.
+        query_offsets: `[B + 1]` tokens of sequence b are `query_offsets[b]:query_offsets[b + 1]`.
+        context_lens: `[B]` tokens of sequence b in the KV cache once this step has run.
+        token_ids: `[T]`.
+        positions: `[T]` position of each token in its sequence, from 0.
+        slot_mapping: `[T]` where each token's key and value go: block * block_size + offset in block.
+        logits_indices: `[L]` tokens (of T) whose logits are needed, ascending.
+        logits_offsets: `[B + 1]` logits of sequence b are `logits_offsets[b]:logits_offsets[b + 1]`; an empty range
+            means that b's prompt is not complete yet. With k draft tokens a sequence has k + 1.
+        block_table_updates: `[R, 3]` (row, index, block): entries of the device's `[max_num_sequences,
+            max_blocks_per_sequence]` block table that changed since the last plan; apply before computing.
+        admitted: rows that (re)start with this plan and their requests; the device takes sampling parameters from
+            them. A preempted sequence that resumes appears again.
+    """
+
+    step_id: int
+    rows: Int32Array
+    generations: Int32Array
+    query_offsets: Int32Array
+    context_lens: Int32Array
+    token_ids: Int32Array
+    positions: Int32Array
+    slot_mapping: Int32Array
+    logits_indices: Int32Array
+    logits_offsets: Int32Array
+    block_table_updates: Int32Array
+    admitted: tuple[tuple[int, Request], ...]
+
+    @property
+    def num_sequences(self) -> int:
+        """B; 0 when there is nothing to compute."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device computed for a plan. Sequence order is the plan's.
+
+    Attributes:
+        step_id: of the plan.
+        token_offsets: `[B + 1]` accepted tokens of sequence b are `token_offsets[b]:token_offsets[b + 1]`: none while
+            its prompt is incomplete, otherwise one plus the accepted drafts.
+        token_ids: `[N]`.
+        logprobs: `[N]` log probability of each token under the model's own distribution; zero where the request did
+            not ask.
+        failed: `[B]` true where logits were not finite; such a sequence has no tokens.
+        draft_duration_ns: time spent proposing.
+        model_duration_ns: time spent in the target model and sampling.
+    """
+
+    step_id: int
+    token_offsets: Int32Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    failed: BoolArray
+    draft_duration_ns: int = 0
+    model_duration_ns: int = 0
+
+
+SEQUENCE_UPDATE = np.dtype(
+    [
+        ("request_key", np.int64),
+        ("first_scheduled_ns", np.int64),  # monotonic clock of the `schedule` that first planned it; 0 while it waits
+        ("num_tokens", np.int32),  # tokens that came out in this step, after truncation at the finishing token
+        ("num_prompt_computed", np.int32),  # prompt tokens in the KV cache, cached ones included
+        ("num_cached", np.int32),  # prompt tokens that the prefix cache supplied, counted once
+        ("num_drafted", np.int32),  # draft tokens checked in this step
+        ("num_accepted", np.int32),  # of those, accepted and kept
+        ("num_steps", np.int32),  # steps so far
+        ("num_prefill_chunks", np.int32),  # of those, with prompt tokens
+        ("num_preemptions", np.int32),  # so far
+        ("num_recomputed", np.int32),  # tokens computed again after preemptions, so far
+        ("step_kind", np.int16),  # StepKind
+        ("finish_reason", np.int16),  # FinishReason
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdate:
+    """What each sequence gained in a step, including those that a cancel or deadline ended without computing.
+
+    Attributes:
+        step_id: of the plan.
+        sequences: `[U]` of dtype `SEQUENCE_UPDATE`.
+        token_ids: `[N]` tokens of the sequences, in order, `num_tokens` each.
+        logprobs: `[N]`.
+    """
+
+    step_id: int
+    sequences: npt.NDArray[np.void]
+    token_ids: Int32Array
+    logprobs: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """Gauges after a step.
+
+    Attributes:
+        num_running: sequences that hold a row.
+        num_waiting: requests that wait for a row.
+        num_waiting_tokens: their prompt tokens.
+        num_paused: running sequences whose client does not read.
+        num_free_blocks: blocks that no sequence holds.
+        num_blocks: all blocks.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_paused: int
+    num_free_blocks: int
+    num_blocks: int

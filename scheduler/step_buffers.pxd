@@ -1,0 +1,44 @@
+"""The arrays of a step: NumPy arrays, allocated once, that the scheduler writes through C pointers."""
+
+from libc.stdint cimport int32_t
+
+from foreword.scheduler.sequence_table cimport Sequence, SequenceUpdate
+
+
+cdef class StepBuffers:
+    cdef int num_sequences  # B
+    cdef int num_tokens  # T
+    cdef int num_logits  # L
+    cdef int num_block_table_updates  # R
+    cdef int32_t* rows  # these and the following: step.StepPlan
+    cdef int32_t* generations
+    cdef int32_t* query_offsets
+    cdef int32_t* context_lens
+    cdef int32_t* token_ids
+    cdef int32_t* positions
+    cdef int32_t* slot_mapping
+    cdef int32_t* logits_indices
+    cdef int32_t* logits_offsets
+    cdef int32_t* block_table_updates
+    cdef tuple plan_arrays
+
+    cdef int num_updates  # U
+    cdef int num_update_tokens  # N of the update
+    cdef SequenceUpdate* updates  # these and the following: step.StepUpdate
+    cdef int32_t* update_token_ids
+    cdef float* update_logprobs
+    cdef tuple update_arrays
+
+    cdef const int32_t* result_offsets  # these and the following: step.StepResult
+    cdef const int32_t* result_token_ids
+    cdef const float* result_logprobs
+    cdef const char* result_failed
+
+    cdef void clear(self) noexcept nogil  # an empty plan
+    # Add the next num_tokens tokens of a sequence, whose blocks hold them, to the plan.
+    cdef void add(
+        self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
+    ) noexcept nogil
+    cdef object plan(self, object step_id, tuple admitted)  # StepPlan
+    cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays
+    cdef object update(self, object step_id)  # StepUpdate

@@ -1,0 +1,167 @@
+"""Buffers behind StepPlan and StepUpdate, and the checks of a StepResult."""
+
+import numpy as np
+
+cimport numpy as cnp
+
+from foreword.scheduler.step import SEQUENCE_UPDATE, StepPlan, StepUpdate
+
+cnp.import_array()
+
+
+cdef inline int32_t* int32_data(cnp.ndarray array) noexcept:
+    return <int32_t*>cnp.PyArray_DATA(array)
+
+
+cdef cnp.ndarray checked(str field, object array, int typenum, str dtype, Py_ssize_t length):
+    """The array itself, once it is known to be contiguous, of that type and that long (-1: of any length)."""
+    if not isinstance(array, cnp.ndarray):
+        raise ValueError(f"{field} must be an array of {dtype}, got {type(array).__name__}")
+    cdef cnp.ndarray a = array
+    if cnp.PyArray_TYPE(a) != typenum or cnp.PyArray_NDIM(a) != 1 or not cnp.PyArray_ISCARRAY_RO(a):
+        raise ValueError(f"{field} must be a contiguous one-dimensional array of {dtype}")
+    if length >= 0 and cnp.PyArray_DIM(a, 0) != length:
+        raise ValueError(f"{field} must have {length} entries, got {cnp.PyArray_DIM(a, 0)}")
+    return a
+
+
+cdef class StepBuffers:
+    """Preallocated arrays of one step.
+
+    Args:
+        max_num_sequences: bound of B.
+        max_num_batched_tokens: bound of T, L and N; of R too, as a block is taken only for a token of the step.
+        max_num_updates: bound of U.
+    """
+
+    def __cinit__(self, int max_num_sequences, int max_num_batched_tokens, int max_num_updates):
+        shapes = (
+            (max_num_sequences,),
+            (max_num_sequences,),
+            (max_num_sequences + 1,),
+            (max_num_sequences,),
+            (max_num_batched_tokens,),
+            (max_num_batched_tokens,),
+            (max_num_batched_tokens,),
+            (max_num_batched_tokens,),
+            (max_num_sequences + 1,),
+            (max_num_batched_tokens, 3),
+        )
+        self.plan_arrays = tuple(np.zeros(shape, np.int32) for shape in shapes)
+        self.rows = int32_data(self.plan_arrays[0])
+        self.generations = int32_data(self.plan_arrays[1])
+        self.query_offsets = int32_data(self.plan_arrays[2])
+        self.context_lens = int32_data(self.plan_arrays[3])
+        self.token_ids = int32_data(self.plan_arrays[4])
+        self.positions = int32_data(self.plan_arrays[5])
+        self.slot_mapping = int32_data(self.plan_arrays[6])
+        self.logits_indices = int32_data(self.plan_arrays[7])
+        self.logits_offsets = int32_data(self.plan_arrays[8])
+        self.block_table_updates = int32_data(self.plan_arrays[9])
+
+        updates = np.zeros(max_num_updates, SEQUENCE_UPDATE)
+        update_token_ids = np.zeros(max_num_batched_tokens, np.int32)
+        update_logprobs = np.zeros(max_num_batched_tokens, np.float32)
+        self.update_arrays = (updates, update_token_ids, update_logprobs)
+        self.updates = <SequenceUpdate*>cnp.PyArray_DATA(<cnp.ndarray>updates)
+        self.update_token_ids = int32_data(update_token_ids)
+        self.update_logprobs = <float*>cnp.PyArray_DATA(<cnp.ndarray>update_logprobs)
+
+    cdef void clear(self) noexcept nogil:
+        self.num_sequences = self.num_tokens = self.num_logits = self.num_block_table_updates = 0
+
+    cdef void add(
+        self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
+    ) noexcept nogil:
+        cdef int b = self.num_sequences, t = self.num_tokens
+        cdef int block = s.num_computed // block_size
+        cdef int offset = s.num_computed - block * block_size
+        cdef int end = s.num_computed + num_tokens
+        cdef int position
+        for position in range(s.num_computed, end):
+            self.token_ids[t] = s.token_ids[position]
+            self.positions[t] = position
+            self.slot_mapping[t] = block_table[block] * block_size + offset
+            t += 1
+            offset += 1
+            if offset == block_size:
+                offset = 0
+                block += 1
+        if end >= s.num_tokens:  # its last known token and the drafts behind it
+            for position in range(t - s.num_draft - 1, t):
+                self.logits_indices[self.num_logits] = position
+                self.num_logits += 1
+        self.rows[b] = s.row
+        self.generations[b] = generation
+        self.context_lens[b] = end
+        self.query_offsets[b + 1] = t
+        self.logits_offsets[b + 1] = self.num_logits
+        self.num_sequences = b + 1
+        self.num_tokens = t
+
+    cdef object plan(self, object step_id, tuple admitted):
+        cdef int num_sequences = self.num_sequences, num_tokens = self.num_tokens
+        (
+            rows,
+            generations,
+            query_offsets,
+            context_lens,
+            token_ids,
+            positions,
+            slot_mapping,
+            logits_indices,
+            logits_offsets,
+            block_table_updates,
+        ) = self.plan_arrays
+        return StepPlan(
+            step_id,
+            rows[:num_sequences],
+            generations[:num_sequences],
+            query_offsets[: num_sequences + 1],
+            context_lens[:num_sequences],
+            token_ids[:num_tokens],
+            positions[:num_tokens],
+            slot_mapping[:num_tokens],
+            logits_indices[: self.num_logits],
+            logits_offsets[: num_sequences + 1],
+            block_table_updates[: self.num_block_table_updates],
+            admitted,
+        )
+
+    cdef int read_result(self, object result) except -1:
+        cdef int num_sequences = self.num_sequences
+        cdef cnp.ndarray offsets = checked(
+            "result.token_offsets", result.token_offsets, cnp.NPY_INT32, "int32", num_sequences + 1
+        )
+        cdef cnp.ndarray token_ids = checked("result.token_ids", result.token_ids, cnp.NPY_INT32, "int32", -1)
+        cdef Py_ssize_t num_tokens = cnp.PyArray_DIM(token_ids, 0)
+        cdef cnp.ndarray logprobs = checked(
+            "result.logprobs", result.logprobs, cnp.NPY_FLOAT32, "float32", num_tokens
+        )
+        cdef cnp.ndarray failed = checked("result.failed", result.failed, cnp.NPY_BOOL, "bool", num_sequences)
+        self.result_offsets = int32_data(offsets)
+        self.result_token_ids = int32_data(token_ids)
+        self.result_logprobs = <float*>cnp.PyArray_DATA(logprobs)
+        self.result_failed = <char*>cnp.PyArray_DATA(failed)
+
+        cdef int b, num_accepted, num_logits
+        if self.result_offsets[0] != 0 or self.result_offsets[num_sequences] != num_tokens:
+            raise ValueError(f"result.token_offsets must go from 0 to {num_tokens}, the length of token_ids")
+        for b in range(num_sequences):
+            num_accepted = self.result_offsets[b + 1] - self.result_offsets[b]
+            num_logits = self.logits_offsets[b + 1] - self.logits_offsets[b]
+            if self.result_failed[b]:
+                num_logits = 0
+            if num_accepted < min(num_logits, 1) or num_accepted > num_logits:
+                allowed = "no token" if num_logits == 0 else f"1 to {num_logits} tokens"
+                raise ValueError(f"result.token_offsets: sequence {b} of the plan may have {allowed}, got {num_accepted}")
+        cdef Py_ssize_t i
+        for i in range(num_tokens):
+            if self.result_token_ids[i] < 0:
+                raise ValueError(f"result.token_ids[{i}] must not be negative, got {self.result_token_ids[i]}")
+        return 0
+
+    cdef object update(self, object step_id):
+        updates, token_ids, logprobs = self.update_arrays
+        cdef int num_tokens = self.num_update_tokens
+        return StepUpdate(step_id, updates[: self.num_updates], token_ids[:num_tokens], logprobs[:num_tokens])

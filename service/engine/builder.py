@@ -1,0 +1,114 @@
+"""Builds the engine of a configuration: checkpoint, device, scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from foreword.gpu.checkpoint.open import open_checkpoint
+from foreword.gpu.config import DeviceConfig, available_cpus, kv_cache_bytes_per_block
+from foreword.gpu.models.config import ModelConfig
+from foreword.gpu.models.registry import read_config
+from foreword.gpu.runner import load_runner
+from foreword.scheduler.config import SchedulerConfig
+from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.scheduler import Scheduler
+from foreword.service.engine.config import EngineConfig
+from foreword.service.engine.engine import Engine
+from foreword.service.engine.messages import EngineInfo
+
+_DEFAULT_MAX_MODEL_LEN = 8192
+_DEFAULT_TOKENS_PER_SEQUENCE = 1024
+_DEFAULT_MEMORY_SHARE = 4
+_CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]) -> Engine:
+    """Load the model and make the engine ready to step.
+
+    Args:
+        config: what to build.
+        progress: called with ("weights", tensors loaded, tensors in all).
+
+    Raises:
+        CheckpointError: the model cannot be read or is not supported.
+        ConfigError: a setting cannot be used, with this model or at all.
+    """
+    start_ns = time.monotonic_ns()
+    checkpoint = open_checkpoint(Path(config.model_path))
+    model = read_config(checkpoint)
+    max_model_len = config.max_model_len or min(model.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
+    device_config = DeviceConfig(
+        num_blocks=1,
+        device=config.device,
+        dtype=config.dtype,
+        num_threads=config.num_threads or available_cpus(),
+        block_size=config.block_size,
+        max_num_sequences=config.max_num_sequences,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    num_blocks = count_blocks(config, model, max_model_len)
+    scheduler = Scheduler(_scheduler_config(config, num_blocks, max_model_len))
+    runner = load_runner(
+        dataclasses.replace(device_config, num_blocks=num_blocks),
+        checkpoint,
+        lambda done, total: progress("weights", done, total),
+    )
+    info = EngineInfo(
+        device=runner.device,
+        device_name=runner.device_name,
+        dtype=runner.dtype,
+        architecture=runner.architecture,
+        vocab_size=runner.vocab_size,
+        num_parameters=runner.num_parameters,
+        max_model_len=max_model_len,
+        max_num_sequences=config.max_num_sequences,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        load_duration_s=(time.monotonic_ns() - start_ns) / 1e9,
+    )
+    return Engine(scheduler, runner, info)
+
+
+def count_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Blocks of the KV cache that `config` asks for or, by its defaults, that the machine can give.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    limit = config.kv_cache_bytes or machine_memory() // _DEFAULT_MEMORY_SHARE
+    affordable = limit // kv_cache_bytes_per_block(model, config.block_size, config.dtype)
+    if affordable < 1:
+        raise ConfigError(f"kv_cache_bytes: {limit} bytes do not hold one block of {config.block_size} tokens")
+    if config.kv_cache_bytes:
+        return affordable
+    tokens = max(config.max_num_sequences * _DEFAULT_TOKENS_PER_SEQUENCE, max_model_len)
+    return min(affordable, -(-tokens // config.block_size))
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its control group's if that is less."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if _CGROUP_MEMORY_LIMIT.exists() and (limit := _CGROUP_MEMORY_LIMIT.read_text().strip()) != "max":
+        return min(memory, int(limit))
+    return memory
+
+
+def _scheduler_config(config: EngineConfig, num_blocks: int, max_model_len: int) -> SchedulerConfig:
+    try:
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_sequences=config.max_num_sequences,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_num_waiting=config.max_num_waiting,
+            max_num_waiting_tokens=config.max_num_waiting_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,137 @@
+"""Scheduler and device in one loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.scheduler.errors import InvalidField
+from foreword.scheduler.request import Request
+from foreword.scheduler.scheduler import Scheduler
+from foreword.scheduler.step import SchedulerLoad, StepPlan, StepResult
+from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
+
+
+class Runner(Protocol):
+    """Computes steps on a device."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+
+
+class StepFault(Exception):
+    """A step raised an exception (its cause); the engine's state is not to be used any more.
+
+    Attributes:
+        step_id: the step, 0 if it was not planned yet.
+        request_keys: sequences that were in the step.
+    """
+
+    def __init__(self, step_id: int, request_keys: list[int], cause: Exception) -> None:
+        super().__init__(f"step {step_id} failed: {type(cause).__name__}")
+        self.step_id = step_id
+        self.request_keys = request_keys
+
+
+class Engine:
+    """Generates tokens for many requests at once; synchronous, owned by one thread.
+
+    Attributes:
+        info: facts about the engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._request_keys = np.zeros(scheduler.config.max_num_sequences, np.int64)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidField: a token id is not in the vocabulary, or the prompt is empty.
+            DuplicateRequest: its key is active.
+            ContextLengthExceeded: prompt and output cannot fit.
+            QueueFull: a bound of the waiting queue is reached.
+            DeadlineInfeasible: its deadline has passed.
+        """
+        self._check_token_ids("prompt_token_ids", request.prompt_token_ids)
+        self._check_token_ids("stopping.eos_token_ids", request.stopping.eos_token_ids)
+        self._check_token_ids("stopping.stop_token_ids", request.stopping.stop_token_ids)
+        if not len(request.prompt_token_ids):
+            raise InvalidField("prompt_token_ids", "must hold at least one token")
+        self._scheduler.add(request, time.monotonic_ns())
+
+    def cancel(self, request_key: int) -> bool:
+        """End a request; a step reports it as cancelled. False when the key is not active."""
+        return self._scheduler.cancel(request_key)
+
+    def pause(self, request_key: int) -> bool:
+        """Stop scheduling a sequence until `resume`. False when the key is not active."""
+        return self._scheduler.pause(request_key)
+
+    def resume(self, request_key: int) -> bool:
+        """Undo `pause`. False when the key is not active."""
+        return self._scheduler.resume(request_key)
+
+    def step(self) -> StepReport | None:
+        """Run one step; None when there was nothing to do. The report's arrays are valid until the next call.
+
+        Raises:
+            StepFault: the scheduler or the device raised an exception.
+        """
+        plan: StepPlan | None = None
+        try:
+            start_ns = time.monotonic_ns()
+            plan = self._scheduler.schedule(start_ns)
+            self._note_admitted(plan)
+            result = self._runner.execute(plan) if plan.num_sequences else None
+            update = self._scheduler.apply(result)
+        except Exception as cause:
+            raise self._step_fault(plan, cause) from cause
+        if result is None and not len(update.sequences):
+            return None
+        header = StepHeader(
+            step_id=plan.step_id,
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+            draft_duration_ns=result.draft_duration_ns if result else 0,
+            model_duration_ns=result.model_duration_ns if result else 0,
+            num_sequences=plan.num_sequences,
+            num_tokens=plan.num_tokens,
+            load=self._scheduler.load(),
+        )
+        return StepReport(header, update.sequences, update.token_ids, update.logprobs)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step could have something to do."""
+        return self._scheduler.has_work
+
+    @property
+    def next_deadline_ns(self) -> int:
+        """Earliest deadline of all active requests, on the monotonic clock; 0 for none."""
+        return self._scheduler.next_deadline_ns
+
+    def load(self) -> SchedulerLoad:
+        """Gauges of the present state."""
+        return self._scheduler.load()
+
+    def _check_token_ids(self, field: str, token_ids: npt.ArrayLike) -> None:
+        """An id outside the vocabulary would make the device read or write outside its arrays."""
+        ids = np.asarray(token_ids)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.info.vocab_size:
+            raise InvalidField(field, f"ids must be in [0, {self.info.vocab_size})")
+
+    def _note_admitted(self, plan: StepPlan) -> None:
+        for row, request in plan.admitted:
+            self._request_keys[row] = request.request_key
+
+    def _step_fault(self, plan: StepPlan | None, cause: Exception) -> StepFault:
+        if plan is None:
+            return StepFault(0, [], cause)
+        return StepFault(plan.step_id, self._request_keys[plan.rows].tolist(), cause)

@@ -1,0 +1,1 @@
+"""The gRPC front end: one servicer per service of `foreword.v1`."""

@@ -1,0 +1,89 @@
+"""The one place where what a handler raises becomes the status of an RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from foreword.scheduler.errors import EngineFault, ForewordError
+from foreword.service import status
+
+_log = structlog.get_logger(__name__)
+
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Undecodable:
+    """Stands for a request whose bytes are not a message."""
+
+
+class ErrorBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps every coroutine handler of the server.
+
+    Errors of the domain become their status. Anything unexpected is logged and becomes INTERNAL without its message. A
+    method that the service does not implement, and a request that cannot be parsed, are answered here.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],  # type: ignore[type-arg]
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Replace the method's behaviour by a guarded one."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        sides = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if is_streaming else "unary" for is_streaming in sides)
+        behavior = getattr(handler, kind)
+        if inspect.isasyncgenfunction(behavior):
+            return handler  # the stock reflection service; it raises nothing of its own
+        if not inspect.iscoroutinefunction(behavior):
+            behavior = _unimplemented(handler_call_details.method)
+        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(_guarded(behavior), _decoder(handler.request_deserializer), handler.response_serializer)
+
+
+def _guarded(behavior: Behavior) -> Behavior:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            if isinstance(request, Undecodable):
+                raise status.MalformedRequest("the request is not a message of the expected type")
+            return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            # When the client is gone this goes nowhere; without it a client that is not gone would wait for ever.
+            error: ForewordError = status.RpcCancelled("the call was cancelled")
+        except ForewordError as raised:
+            error = raised
+        except Exception:
+            request_id = structlog.contextvars.get_contextvars().get("request_id", "")
+            _log.error("handler failed", exc_info=True)
+            error = EngineFault("internal error; the server's log has the details", request_id=request_id)
+        return await status.abort(context, error)
+
+    return guarded
+
+
+def _unimplemented(method: str) -> Behavior:
+    async def refuse(request: Any, context: Any) -> NoReturn:
+        raise status.MethodUnimplemented(f"{method} is not implemented by this server", method=method)
+
+    return refuse
+
+
+def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode_or_mark(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return Undecodable()
+
+    return decode_or_mark

@@ -1,0 +1,163 @@
+"""What all services of one front end share, and the life of a generation in it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+import structlog
+
+from foreword.scheduler.errors import ClientStalled, EngineUnavailable
+from foreword.service.config import ServerConfig
+from foreword.service.engine.client import EngineClient
+from foreword.service.engine.messages import EngineInfo
+from foreword.service.frontend.generation import Generation
+from foreword.service.frontend.model import ServedModel
+from foreword.service.frontend.registry import GenerationRegistry
+from foreword.service.frontend.requests import read_settings
+from foreword.service.frontend.responses import GenerationConverter
+from foreword.service.frontend.timeline import Timeline
+from foreword.v1 import generation_pb2
+
+_log = structlog.get_logger(__name__)
+
+
+class State(IntEnum):
+    """Whether requests are served; numbers as in `foreword.v1.ServerState` and `ModelState`."""
+
+    LOADING = 1
+    READY = 2
+    RESTARTING = 3
+    DRAINING = 4
+
+
+class Frontend:
+    """Opens and closes generations on one engine.
+
+    Attributes:
+        engine: client of the engine process.
+        model: that it serves.
+        config: the server's settings.
+        registry: generations under way.
+        is_draining: the server is about to end.
+        start_time_ns: wall clock at the start.
+    """
+
+    def __init__(self, engine: EngineClient, model: ServedModel, config: ServerConfig) -> None:
+        self.engine = engine
+        self.model = model
+        self.config = config
+        self.registry = GenerationRegistry()
+        self.is_draining = False
+        self.start_time_ns = time.time_ns()
+
+    @property
+    def state(self) -> State:
+        """Whether requests are served, and why not."""
+        if self.is_draining:
+            return State.DRAINING
+        if self.engine.ready:
+            return State.READY
+        return State.LOADING if self.engine.info is None else State.RESTARTING
+
+    def engine_info(self) -> EngineInfo:
+        """Facts about the engine.
+
+        Raises:
+            EngineUnavailable: none is ready.
+        """
+        if not self.engine.ready or self.engine.info is None:
+            raise EngineUnavailable(f"the engine is {self.state.name.lower()}", state=self.state.name)
+        return self.engine.info
+
+    def open(
+        self,
+        spec: generation_pb2.GenerationSpec,
+        timeline: Timeline,
+        notify: Callable[[Generation], None],
+        *,
+        streamed: bool,
+        rpc_deadline_ns: int | None,
+    ) -> Generation:
+        """Check a specification and register its generation, which the caller must `close`.
+
+        Raises:
+            InvalidField, UnknownModel, DuplicateRequest, EngineUnavailable: it cannot begin.
+        """
+        self.model.check_name(spec.model)
+        settings = read_settings(
+            spec, self.engine_info().vocab_size, round(self.config.max_generation_duration_s * 1e9)
+        )
+        self.registry.check_free(settings.request_id)
+        generation = Generation(
+            settings,
+            self.model,
+            self.engine,
+            timeline,
+            notify,
+            buffer_tokens=self.config.stream_buffer_tokens if streamed else None,
+            rpc_deadline_ns=rpc_deadline_ns,
+        )
+        self.registry.add(generation)
+        return generation
+
+    def close(self, generation: Generation) -> None:
+        """Free what a generation holds and log how it went."""
+        generation.close()
+        self.registry.remove(generation, remember=generation.is_admitted)
+        timeline, counts = generation.timeline, generation.counts
+        _log.info(
+            "generation ended",
+            request_id=generation.settings.request_id,
+            outcome=generation.outcome,
+            prompt_tokens=counts.num_prompt,
+            output_tokens=counts.num_output,
+            queue_us=timeline.between_us(timeline.tokenize_ns, timeline.schedule_ns),
+            ttft_us=timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
+            total_us=timeline.offset_us(time.monotonic_ns()),
+        )
+
+    @contextmanager
+    def generation(
+        self,
+        spec: generation_pb2.GenerationSpec,
+        notify: Callable[[Generation], None],
+        *,
+        streamed: bool,
+        rpc_deadline_ns: int | None,
+    ) -> Iterator[tuple[Generation, GenerationConverter]]:
+        """A generation for the length of one RPC, whose log lines all carry its id."""
+        generation = self.open(spec, Timeline(), notify, streamed=streamed, rpc_deadline_ns=rpc_deadline_ns)
+        structlog.contextvars.bind_contextvars(request_id=generation.settings.request_id)
+        try:
+            yield generation, self.converter(generation)
+        finally:
+            self.close(generation)
+
+    def converter(self, generation: Generation) -> GenerationConverter:
+        """Builds the messages about a generation."""
+        info = self.engine.info
+        return GenerationConverter(generation, self.model, "" if info is None else info.device)
+
+    async def write(self, context: Any, message: Any) -> None:
+        """Send a message, waiting for the client to read no longer than the stall budget.
+
+        Raises:
+            ClientStalled: it did not read in time.
+        """
+        try:
+            async with asyncio.timeout(self.config.stall_budget_s):
+                await context.write(message)
+        except TimeoutError:
+            budget_s = self.config.stall_budget_s
+            raise ClientStalled(f"the client did not read for {budget_s:g} s", stall_budget_s=budget_s) from None
+
+
+def rpc_deadline_ns(context: Any) -> int | None:
+    """Monotonic clock at which an RPC's deadline passes; `None` when it has none."""
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None else time.monotonic_ns() + round(remaining_s * 1e9)

@@ -1,0 +1,94 @@
+"""`foreword.v1.GenerationService`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from foreword.scheduler.errors import InvalidField
+from foreword.service.frontend.bidi_stream import BidiStream
+from foreword.service.frontend.frontend import Frontend, rpc_deadline_ns
+from foreword.service.frontend.validation import check_request_id, check_supported
+from foreword.v1 import generation_pb2, generation_service_pb2, generation_service_pb2_grpc
+
+
+# Handlers that write are coroutines, so that a cancel reaches them at once; the generated types know only generators.
+class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
+    """Generates text, one or many at a time."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def GenerateText(  # noqa: N802
+        self, request: generation_service_pb2.GenerateTextRequest, context: Any
+    ) -> generation_service_pb2.GenerateTextResponse:
+        """Answer once, when the generation has ended."""
+        over = asyncio.Event()
+        with self._frontend.generation(
+            _spec_of(request),
+            lambda generation: over.set() if generation.is_over else None,
+            streamed=False,
+            rpc_deadline_ns=rpc_deadline_ns(context),
+        ) as (generation, converter):
+            await generation.start()
+            await over.wait()
+            if generation.error is not None:
+                raise generation.error
+            context.set_trailing_metadata(converter.trailers())
+            return converter.response()
+
+    async def StreamGenerateText(  # type: ignore[override]  # noqa: N802
+        self, request: generation_service_pb2.StreamGenerateTextRequest, context: Any
+    ) -> None:
+        """Send what has come whenever the client takes more."""
+        wake = asyncio.Event()
+        with self._frontend.generation(
+            _spec_of(request),
+            lambda _: wake.set(),
+            streamed=True,
+            rpc_deadline_ns=rpc_deadline_ns(context),
+        ) as (generation, converter):
+            await generation.start()
+            events = [generation_pb2.GenerationEvent(started=converter.started())]
+            is_last = False
+            while not is_last:
+                is_last = generation.is_over
+                events += converter.news()
+                if events:
+                    response = generation_service_pb2.StreamGenerateTextResponse(events=events)
+                    await self._frontend.write(context, response)
+                    events = []
+                if not is_last:
+                    await wake.wait()
+                    wake.clear()
+            if generation.error is not None:
+                raise generation.error
+            context.set_trailing_metadata(converter.trailers())
+
+    async def BidiGenerateText(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        """Run many generations on one stream."""
+        await BidiStream(self._frontend, context).run()
+
+    async def CancelGeneration(  # noqa: N802
+        self, request: generation_service_pb2.CancelGenerationRequest, context: Any
+    ) -> generation_service_pb2.CancelGenerationResponse:
+        """End a generation that any RPC started."""
+        check_supported(request, {"request_id"}, {})
+        check_request_id("request_id", request.request_id)
+        was_active = self._frontend.registry.cancel(request.request_id)
+        return generation_service_pb2.CancelGenerationResponse(
+            outcome=generation_service_pb2.CANCEL_OUTCOME_CANCELLED
+            if was_active
+            else generation_service_pb2.CANCEL_OUTCOME_ALREADY_FINISHED
+        )
+
+
+def _spec_of(
+    request: generation_service_pb2.GenerateTextRequest | generation_service_pb2.StreamGenerateTextRequest,
+) -> generation_pb2.GenerationSpec:
+    check_supported(request, {"spec"}, {})
+    if not request.HasField("spec"):
+        raise InvalidField("spec", "is required")
+    return request.spec

@@ -1,0 +1,184 @@
+"""Reads what callers ask for: from messages of `foreword.v1` to the service's own objects."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+
+from foreword.scheduler.errors import InvalidField
+from foreword.scheduler.request import SamplingParams
+from foreword.service.frontend import validation
+from foreword.service.frontend.settings import Chat, GenerationSettings, Prompt, TimingLevel
+from foreword.service.text.chat_template import ChatMessage
+from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2, stopping_pb2, timing_pb2
+
+DEFAULT_SAMPLING = SamplingParams()
+
+SUPPORTED_FIELDS = frozenset(
+    {
+        "request_id",
+        "model",
+        "prompt",
+        "prompt_token_ids.ids",
+        "chat.messages.role",
+        "chat.messages.content",
+        "chat.add_generation_prompt",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.top_k",
+        "sampling.min_p",
+        "sampling.seed",
+        "stopping.max_output_token_count",
+        "stopping.min_output_token_count",
+        "stopping.stop_strings",
+        "stopping.stop_token_ids",
+        "stopping.ignore_eos",
+        "stopping.include_stop",
+        "stopping.max_generation_duration",
+        "output.logprobs",
+        "output.return_token_ids",
+        "output.return_token_bytes",
+        "output.timing_level",
+        "priority",
+    }
+)
+"""Fields of `GenerationSpec` that mean something to this server. All others are refused."""
+
+NEUTRAL_VALUES = {
+    "sampling.typical_p": 1.0,
+    "sampling.frequency_penalty": 0.0,
+    "sampling.presence_penalty": 0.0,
+    "sampling.repetition_penalty": 1.0,
+    "sampling.output_count": 1,
+    "output.coalesce_token_count": 1,
+    "cache.bypass_prefix_cache": True,  # there is no prefix cache
+    "speculation.disabled": True,  # there is no drafter
+    "speculation.draft_token_count": 0,
+    "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
+}
+"""Values that ask for what this server does anyway."""
+
+_ROLES = {
+    chat_pb2.ROLE_SYSTEM: "system",
+    chat_pb2.ROLE_USER: "user",
+    chat_pb2.ROLE_ASSISTANT: "assistant",
+    chat_pb2.ROLE_TOOL: "tool",
+}
+
+
+def read_settings(spec: generation_pb2.GenerationSpec, vocab_size: int, max_duration_ns: int) -> GenerationSettings:
+    """Check a specification and fill in its defaults.
+
+    Args:
+        spec: from a caller.
+        vocab_size: token ids are below it.
+        max_duration_ns: the server's own limit.
+
+    Raises:
+        InvalidField: a field cannot be used.
+    """
+    validation.check_supported(spec, SUPPORTED_FIELDS, NEUTRAL_VALUES)
+    if spec.HasField("request_id"):
+        validation.check_request_id("request_id", spec.request_id)
+    stopping, output = spec.stopping, spec.output
+    max_tokens = stopping.max_output_token_count if stopping.HasField("max_output_token_count") else None
+    if max_tokens is not None:
+        validation.check_number("stopping.max_output_token_count", max_tokens, 1)
+    min_tokens = stopping.min_output_token_count
+    validation.check_number(
+        "stopping.min_output_token_count", min_tokens, 0, (1 << 31) - 1 if max_tokens is None else max_tokens
+    )
+    validation.check_stop_strings("stopping.stop_strings", stopping.stop_strings)
+    validation.check_count("stopping.stop_token_ids", len(stopping.stop_token_ids))
+    validation.check_token_ids("stopping.stop_token_ids", np.array(stopping.stop_token_ids, np.int32), vocab_size)
+    validation.check_number("priority", spec.priority, -100, 100)
+    return GenerationSettings(
+        request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
+        prompt=_read_prompt(spec, vocab_size),
+        sampling=_read_sampling(spec.sampling),
+        max_output_tokens=max_tokens,
+        min_output_tokens=min_tokens,
+        stop_strings=tuple(stopping.stop_strings),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        include_stop=stopping.include_stop,
+        max_duration_ns=_read_max_duration(stopping, max_duration_ns),
+        return_token_ids=output.return_token_ids if output.HasField("return_token_ids") else True,
+        return_token_bytes=output.return_token_bytes,
+        logprobs=output.logprobs,
+        timing_level=_read_timing_level(output.timing_level),
+        priority=spec.priority,
+    )
+
+
+def read_chat(chat: chat_pb2.ChatInput, path: str = "chat") -> Chat:
+    """Check a conversation.
+
+    Raises:
+        InvalidField: it has no turn, or one without a role.
+    """
+    if not chat.messages:
+        raise InvalidField(f"{path}.messages", "is empty")
+    for index, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            names = ", ".join(chat_pb2.Role.Name(role) for role in _ROLES)
+            raise InvalidField(f"{path}.messages[{index}].role", f"must be one of {names}")
+    messages = tuple(ChatMessage(_ROLES[message.role], message.content) for message in chat.messages)
+    return Chat(messages, chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True)
+
+
+def _read_prompt(spec: generation_pb2.GenerationSpec, vocab_size: int) -> Prompt:
+    kind = spec.WhichOneof("input")
+    if kind is None:
+        raise InvalidField("input", "is required: one of prompt, prompt_token_ids, chat")
+    if kind == "chat":
+        return read_chat(spec.chat)
+    if kind == "prompt":
+        if not spec.prompt:
+            raise InvalidField("prompt", "is empty")
+        return spec.prompt
+    token_ids = np.array(spec.prompt_token_ids.ids, np.int32)
+    if not len(token_ids):
+        raise InvalidField("prompt_token_ids.ids", "is empty")
+    validation.check_token_ids("prompt_token_ids.ids", token_ids, vocab_size)
+    return token_ids
+
+
+def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
+    def given(name: str, default: Any) -> Any:
+        return getattr(sampling, name) if sampling.HasField(name) else default
+
+    params = SamplingParams(
+        temperature=given("temperature", DEFAULT_SAMPLING.temperature),
+        top_k=given("top_k", DEFAULT_SAMPLING.top_k),
+        top_p=given("top_p", DEFAULT_SAMPLING.top_p),
+        min_p=given("min_p", DEFAULT_SAMPLING.min_p),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+    )
+    validation.check_number("sampling.temperature", params.temperature, 0)
+    validation.check_number("sampling.top_k", params.top_k, 0)
+    validation.check_number("sampling.top_p", params.top_p, 0, 1, above_low=True)
+    validation.check_number("sampling.min_p", params.min_p, 0, 1)
+    return params
+
+
+def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> int:
+    if not stopping.HasField("max_generation_duration"):
+        return limit_ns
+    path, duration = "stopping.max_generation_duration", stopping.max_generation_duration
+    if not (0 <= duration.nanos < 1_000_000_000 and (duration.seconds, duration.nanos) > (0, 0)):
+        raise InvalidField(path, "must be a valid duration above 0")
+    return min(duration.seconds * 1_000_000_000 + duration.nanos, limit_ns)
+
+
+def _read_timing_level(level: int) -> TimingLevel:
+    if level == timing_pb2.TIMING_LEVEL_UNSPECIFIED:
+        return TimingLevel.SUMMARY
+    try:
+        return TimingLevel(level)
+    except ValueError:
+        raise InvalidField(
+            "output.timing_level", "must be one of " + ", ".join(timing_pb2.TimingLevel.keys())
+        ) from None

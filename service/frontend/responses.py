@@ -1,0 +1,314 @@
+"""Builds what callers get: from the service's own objects to messages of `foreword.v1`."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from foreword.scheduler.errors import ForewordError
+from foreword.scheduler.request import SamplingParams
+from foreword.scheduler.step import FinishReason, SchedulerLoad
+from foreword.service import status
+from foreword.service.engine.messages import EngineInfo
+from foreword.service.frontend.generation import Delta, Finish, Generation
+from foreword.service.frontend.model import ServedModel
+from foreword.service.frontend.requests import DEFAULT_SAMPLING, SUPPORTED_FIELDS
+from foreword.service.frontend.settings import TimingLevel
+from foreword.service.frontend.steps import StepShare
+from foreword.service.frontend.timeline import Timeline
+from foreword.v1 import (
+    cache_pb2,
+    engine_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    model_pb2,
+    output_pb2,
+    sampling_pb2,
+    speculation_pb2,
+    stopping_pb2,
+    timing_pb2,
+    usage_pb2,
+)
+
+_FINISH_REASONS = {
+    None: stopping_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.EOS: stopping_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: stopping_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.LENGTH: stopping_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CONTEXT_LIMIT: stopping_pb2.FINISH_REASON_CONTEXT_LIMIT,
+    FinishReason.DEADLINE: stopping_pb2.FINISH_REASON_TIME_LIMIT,
+    FinishReason.CANCELLED: stopping_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+def timestamp(wall_ns: int) -> Timestamp:
+    """A point of the wall clock, in nanoseconds since the epoch, as a message."""
+    message = Timestamp()
+    message.FromNanoseconds(wall_ns)
+    return message
+
+
+class GenerationConverter:
+    """Builds the messages about one generation."""
+
+    def __init__(self, generation: Generation, model: ServedModel, device: str) -> None:
+        self._generation = generation
+        self._settings = generation.settings
+        self._model = model
+        self._device = device
+
+    def started(self) -> generation_pb2.GenerationStarted:
+        """What is in effect."""
+        settings, timeline = self._settings, self._generation.timeline
+        return generation_pb2.GenerationStarted(
+            request_id=settings.request_id,
+            model=self._model.name,
+            sampling=_sampling(settings.sampling),
+            stopping=stopping_pb2.StoppingConfig(
+                max_output_token_count=self._generation.max_output_tokens,
+                min_output_token_count=settings.min_output_tokens,
+                stop_strings=settings.stop_strings,
+                stop_token_ids=settings.stop_token_ids,
+                ignore_eos=settings.ignore_eos,
+                include_stop=settings.include_stop,
+                max_generation_duration=_duration(settings.max_duration_ns),
+            ),
+            output=output_pb2.OutputConfig(
+                logprobs=settings.logprobs,
+                return_token_ids=settings.return_token_ids,
+                return_token_bytes=settings.return_token_bytes,
+                coalesce_token_count=1,
+                timing_level=settings.timing_level.value,
+            ),
+            cache=cache_pb2.CacheConfig(bypass_prefix_cache=True),
+            speculation=speculation_pb2.SpeculationConfig(
+                disabled=True, acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH
+            ),
+            priority=settings.priority,
+            prompt_token_count=self._generation.counts.num_prompt,
+            receive_time=timestamp(timeline.receive_time_ns),
+        )
+
+    def news(self) -> list[generation_pb2.GenerationEvent]:
+        """Take what came since the last time, as events; with those of the finish, once it has finished."""
+        generation = self._generation
+        events = []
+        delta = generation.take()
+        if delta is not None:
+            events.append(generation_pb2.GenerationEvent(output_delta=self._delta(delta)))
+        if generation.finish is not None:
+            finished = self._output_finished(generation.finish)
+            events.append(generation_pb2.GenerationEvent(output_finished=finished))
+            events.append(generation_pb2.GenerationEvent(finished=self._finished()))
+        return events
+
+    def failure(self, error: ForewordError) -> generation_pb2.GenerationEvent:
+        """The last event of a generation that failed, for a stream that lives on."""
+        finished = self._finished()
+        finished.error.CopyFrom(status.status_of(error))
+        return generation_pb2.GenerationEvent(finished=finished)
+
+    def response(self) -> generation_service_pb2.GenerateTextResponse:
+        """Everything in one message, once the generation has finished."""
+        finish = self._generation.finish
+        assert finish is not None
+        delta = self._generation.take()
+        output = generation_pb2.Output(
+            content=None if delta is None else self._delta(delta), finished=self._output_finished(finish)
+        )
+        return generation_service_pb2.GenerateTextResponse(
+            started=self.started(), outputs=[output], finished=self._finished()
+        )
+
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """The summary as ASCII metadata; entries whose moment never came are left out."""
+        timeline, counts = self._generation.timeline, self._generation.counts
+        latency = timeline.inter_token_latency()
+        summary = {
+            "request-id": self._settings.request_id,
+            "ttft-us": timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
+            "queue-us": timeline.between_us(timeline.tokenize_ns, timeline.schedule_ns),
+            "prefill-us": timeline.between_us(timeline.schedule_ns, timeline.sample_ns),
+            "prompt-tokens": counts.num_prompt,
+            "cached-prompt-tokens": counts.num_cached,
+            "output-tokens": counts.num_output,
+            "tokens-per-second": f"{timeline.output_tokens_per_second:.2f}",
+            "itl-p50-us": latency and latency.p50_us,
+            "itl-p99-us": latency and latency.p99_us,
+        }
+        return tuple((f"foreword-{key}", str(value)) for key, value in summary.items() if value is not None)
+
+    def _delta(self, delta: Delta) -> generation_pb2.OutputDelta:
+        bytes_of = self._model.text.vocabulary.bytes_of
+        timeline = self._generation.timeline
+        return generation_pb2.OutputDelta(
+            text=delta.text,
+            token_ids=delta.token_ids if self._settings.return_token_ids else (),
+            logprobs=delta.logprobs,
+            token_bytes=map(bytes_of, delta.token_ids) if self._settings.return_token_bytes else (),
+            step_timings=[_step_timing(step, timeline) for step in delta.steps],
+        )
+
+    def _output_finished(self, finish: Finish) -> generation_pb2.OutputFinished:
+        return generation_pb2.OutputFinished(
+            finish_reason=_FINISH_REASONS[finish.reason],
+            stop_string=finish.stop_string,
+            stop_token_id=finish.stop_token_id,
+            output_token_count=self._generation.counts.num_output,
+            timing=_output_timing(self._generation.timeline) if self._has_timing else None,
+        )
+
+    def _finished(self) -> generation_pb2.GenerationFinished:
+        counts = self._generation.counts
+        return generation_pb2.GenerationFinished(
+            usage=usage_pb2.Usage(
+                prompt_token_count=counts.num_prompt,
+                cached_prompt_token_count=counts.num_cached,
+                output_token_count=counts.num_output,
+                draft_token_count=counts.num_drafted,
+                accepted_draft_token_count=counts.num_accepted,
+            ),
+            timing=self._timing() if self._has_timing else None,
+        )
+
+    @property
+    def _has_timing(self) -> bool:
+        return self._settings.timing_level >= TimingLevel.SUMMARY
+
+    def _timing(self) -> timing_pb2.GenerationTiming:
+        timeline, counts = self._generation.timeline, self._generation.counts
+        between = timeline.between_us
+        has_token = timeline.first_token_ns is not None
+        return timing_pb2.GenerationTiming(
+            receive_time=timestamp(timeline.receive_time_ns),
+            tokenize_duration_micros=between(timeline.receive_ns, timeline.tokenize_ns),
+            queue_duration_micros=between(timeline.tokenize_ns, timeline.schedule_ns),
+            prefill_duration_micros=between(timeline.schedule_ns, timeline.sample_ns),
+            delivery_duration_micros=between(timeline.sample_ns, timeline.first_token_ns) if has_token else None,
+            first_token_duration_micros=between(timeline.receive_ns, timeline.first_token_ns),
+            decode_duration_micros=timeline.decode_us,
+            total_duration_micros=between(timeline.receive_ns, timeline.finish_ns),
+            inter_token_latency=_inter_token_latency(timeline),
+            output_tokens_per_second=timeline.output_tokens_per_second,
+            blocked_duration_micros=timeline.blocked_ns // 1000,
+            prefill_chunk_count=counts.num_prefill_chunks,
+            preemption_count=counts.num_preemptions,
+            recomputed_token_count=counts.num_recomputed,
+            step_count=counts.num_steps,
+            acceptance_histogram=self._generation.acceptance,
+            device=self._device,
+        )
+
+
+def load_message(load: SchedulerLoad) -> engine_pb2.Load:
+    """Gauges as a message."""
+    return engine_pb2.Load(
+        running_sequence_count=load.num_running,
+        waiting_sequence_count=load.num_waiting,
+        waiting_token_count=load.num_waiting_tokens,
+        paused_sequence_count=load.num_paused,
+        free_block_count=load.num_free_blocks,
+        block_count=load.num_blocks,
+    )
+
+
+def engine_message(info: EngineInfo, model: str) -> engine_pb2.EngineInfo:
+    """Facts about an engine as a message."""
+    return engine_pb2.EngineInfo(
+        device=info.device,
+        device_name=info.device_name,
+        dtype=info.dtype,
+        model=model,
+        max_context_token_count=info.max_model_len,
+        max_sequence_count=info.max_num_sequences,
+        max_step_token_count=info.max_num_batched_tokens,
+        block_count=info.num_blocks,
+        block_token_count=info.block_size,
+        load_duration=_duration(round(info.load_duration_s * 1e9)),
+    )
+
+
+def model_message(model: ServedModel, info: EngineInfo | None, state: model_pb2.ModelState) -> model_pb2.Model:
+    """A served model as a message; what only the engine knows is left out while there is none."""
+    message = model_pb2.Model(
+        name=model.name,
+        is_default=True,
+        state=state,
+        architecture=model.architecture,
+        eos_token_ids=model.eos_token_ids,
+        has_chat_template=model.has_chat_template,
+        default_sampling=_sampling(DEFAULT_SAMPLING, with_seed=False),
+        supported_fields=FieldMask(paths=sorted(SUPPORTED_FIELDS)),
+        speculation=speculation_pb2.SpeculationStatus(
+            off_reason=speculation_pb2.SPECULATION_OFF_REASON_NO_DRAFTER, detail="this server has no drafter"
+        ),
+    )
+    if info is not None:
+        message.dtype = info.dtype
+        message.parameter_count = info.num_parameters
+        message.vocabulary_size = info.vocab_size
+        message.max_context_token_count = info.max_model_len
+    return message
+
+
+def refusal(command_index: int, error: ForewordError) -> generation_pb2.GenerationEvent:
+    """The answer to a command of a stream that is not carried out."""
+    refused = generation_pb2.CommandRefused(command_index=command_index, error=status.status_of(error))
+    return generation_pb2.GenerationEvent(refused=refused)
+
+
+def _duration(duration_ns: int) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(duration_ns)
+    return message
+
+
+def _sampling(params: SamplingParams, with_seed: bool = True) -> sampling_pb2.SamplingConfig:
+    return sampling_pb2.SamplingConfig(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        typical_p=1.0,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=params.seed if with_seed else None,
+        output_count=1,
+    )
+
+
+def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
+    header = step.header
+    return timing_pb2.StepTiming(
+        step_id=header.step_id,
+        step_kind=step.kind,
+        token_count=step.num_tokens,
+        sample_offset_micros=timeline.offset_us(header.end_ns),
+        emit_offset_micros=timeline.offset_us(step.emit_ns),
+        step_duration_micros=(header.end_ns - header.start_ns) // 1000,
+        draft_duration_micros=header.draft_duration_ns // 1000,
+        verify_duration_micros=header.model_duration_ns // 1000,
+        step_sequence_count=header.num_sequences,
+        step_token_count=header.num_tokens,
+        draft_token_count=step.num_drafted,
+        accepted_draft_token_count=step.num_accepted,
+        hold_duration_micros=step.hold_ns // 1000,
+        coalesce_duration_micros=(step.emit_ns - step.release_ns) // 1000,
+    )
+
+
+def _inter_token_latency(timeline: Timeline) -> timing_pb2.InterTokenLatency | None:
+    latency = timeline.inter_token_latency()
+    if latency is None:
+        return None
+    return timing_pb2.InterTokenLatency(p50_micros=latency.p50_us, p99_micros=latency.p99_us, max_micros=latency.max_us)
+
+
+def _output_timing(timeline: Timeline) -> timing_pb2.OutputTiming:
+    return timing_pb2.OutputTiming(
+        first_token_offset_micros=timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
+        last_token_offset_micros=timeline.between_us(timeline.receive_ns, timeline.last_token_ns),
+        inter_token_latency=_inter_token_latency(timeline),
+    )

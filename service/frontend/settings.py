@@ -1,0 +1,70 @@
+"""What one generation does, after validation and with every default filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.scheduler.request import SamplingParams
+from foreword.service.text.chat_template import ChatMessage
+
+
+class TimingLevel(IntEnum):
+    """How much timing a generation returns; numbers as in `foreword.v1.TimingLevel`."""
+
+    NONE = 1
+    SUMMARY = 2
+    STEP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to continue."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+
+
+Prompt = str | npt.NDArray[np.int32] | Chat
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """One generation as its caller asked for it.
+
+    Attributes:
+        request_id: the caller's, or made here.
+        prompt: text, token ids or a conversation.
+        sampling: in effect.
+        max_output_tokens: `None` for as many as there is room for.
+        min_output_tokens: neither stop tokens nor stop strings end the output before this many.
+        stop_strings: end the output where they complete.
+        stop_token_ids: end the output when drawn.
+        ignore_eos: the model's end tokens do not end the output.
+        include_stop: the stop is part of the output.
+        max_duration_ns: from receipt to the end.
+        return_token_ids: return ids next to the text.
+        return_token_bytes: return each token's bytes.
+        logprobs: return each token's log probability.
+        timing_level: how much timing to return.
+        priority: a higher one is served first.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    max_output_tokens: int | None
+    min_output_tokens: int
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    include_stop: bool
+    max_duration_ns: int
+    return_token_ids: bool
+    return_token_bytes: bool
+    logprobs: bool
+    timing_level: TimingLevel
+    priority: int

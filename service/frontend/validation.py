@@ -1,0 +1,103 @@
+"""Checks of request fields. Every failure names the field's path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from foreword.scheduler.errors import InvalidField
+
+
+def check_supported(message: Message, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
+    """Refuse every field that is set and not known to be supported, so that none is ever ignored.
+
+    Args:
+        message: walked through all of its set fields.
+        supported: paths of fields that may be set, without indices; a new field of the protocol is in it only once
+            it is supported.
+        neutral: paths of further fields, each with the one value that asks for nothing.
+
+    Raises:
+        InvalidField: a field is not supported, or not even known to this version.
+    """
+    _walk(message, "", "", supported, neutral)
+
+
+def _walk(message: Message, path: str, shown: str, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
+    for unknown in UnknownFieldSet(message):
+        raise InvalidField(f"{shown}<{unknown.field_number}>", "this server knows no field of this number")
+    for field, value in message.ListFields():
+        here = path + field.name
+        if here in supported or (here in neutral and neutral[here] == value):
+            continue
+        if field.message_type is None or not any(entry.startswith(here + ".") for entry in (*supported, *neutral)):
+            raise InvalidField(shown + field.name, "is not supported by this server")
+        if field.is_repeated:
+            for index, element in enumerate(value):
+                _walk(element, here + ".", f"{shown}{field.name}[{index}].", supported, neutral)
+        else:
+            _walk(value, here + ".", f"{shown}{field.name}.", supported, neutral)
+
+
+def check_number(path: str, value: float, low: float, high: float = math.inf, *, above_low: bool = False) -> None:
+    """Require a finite number of at least `low` (above it if `above_low`) and at most `high`.
+
+    Raises:
+        InvalidField: it is not.
+    """
+    if math.isfinite(value) and low <= value <= high and not (above_low and value == low):
+        return
+    bound = f"{'above' if above_low else 'at least'} {low:g}"
+    if high != math.inf:
+        bound += f" and at most {high:g}"
+    raise InvalidField(path, f"must be {bound}, got {value:g}")
+
+
+def check_request_id(path: str, request_id: str) -> None:
+    """Require 1 to 64 characters of printable ASCII.
+
+    Raises:
+        InvalidField: it has others, or another number.
+    """
+    if not (1 <= len(request_id) <= 64 and request_id.isascii() and request_id.isprintable()):
+        raise InvalidField(path, "must be 1 to 64 characters of printable ASCII")
+
+
+def check_token_ids(path: str, token_ids: npt.NDArray[np.int32], vocab_size: int) -> None:
+    """Require ids of the vocabulary.
+
+    Raises:
+        InvalidField: one is not; names the first.
+    """
+    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if len(outside):
+        index = int(outside[0])
+        raise InvalidField(f"{path}[{index}]", f"must be from 0 to {vocab_size - 1}, got {token_ids[index]}")
+
+
+def check_stop_strings(path: str, stop_strings: Collection[str]) -> None:
+    """Require at most 1,024 strings of 1 to 1,024 bytes.
+
+    Raises:
+        InvalidField: there are more, or one is empty or longer.
+    """
+    check_count(path, len(stop_strings))
+    for index, text in enumerate(stop_strings):
+        if not 1 <= len(text.encode()) <= 1024:
+            raise InvalidField(f"{path}[{index}]", f"must have 1 to 1,024 bytes, has {len(text.encode())}")
+
+
+def check_count(path: str, count: int) -> None:
+    """Require at most 1,024 entries.
+
+    Raises:
+        InvalidField: there are more.
+    """
+    if count > 1024:
+        raise InvalidField(path, f"must have at most 1,024 entries, has {count}")

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foreword.clients import GenerationOptions, Message
+from foreword.clients.spec import generation_spec
+from foreword.v1.cache_pb2 import CacheConfig
+from foreword.v1.chat_pb2 import Role
+from foreword.v1.constraint_pb2 import Constraint
+from foreword.v1.generation_pb2 import GenerationSpec
+from foreword.v1.output_pb2 import OutputConfig
+from foreword.v1.sampling_pb2 import SamplingConfig
+from foreword.v1.speculation_pb2 import SpeculationConfig
+from foreword.v1.stopping_pb2 import StoppingConfig
+from foreword.v1.timing_pb2 import TimingLevel
+
+SECTIONS = {"sampling": SamplingConfig, "stopping": StoppingConfig, "output": OutputConfig}
+INPUTS = {"prompt", "prompt_token_ids", "chat"}
+
+
+def test_options_are_exactly_the_fields_of_the_api() -> None:
+    fields = {field.name for field in GenerationSpec.DESCRIPTOR.fields} - INPUTS - set(SECTIONS)
+    for config in SECTIONS.values():
+        names = {field.name for field in config.DESCRIPTOR.fields}
+        assert not names & fields, "a name in two sections would be ambiguous"
+        fields |= names
+    assert set(GenerationOptions.__annotations__) == fields
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "section"),
+    [
+        ("temperature", 0.0, "sampling"),
+        ("top_k", 0, "sampling"),
+        ("seed", 0, "sampling"),
+        ("logit_bias", {5: -1.5}, "sampling"),
+        ("banned_token_ids", [1, 2], "sampling"),
+        ("max_output_token_count", 3, "stopping"),
+        ("stop_strings", ["a", "b"], "stopping"),
+        ("ignore_eos", True, "stopping"),
+        ("return_token_ids", False, "output"),
+        ("coalesce_token_count", 2, "output"),
+        ("request_id", "mine", None),
+        ("model", "big", None),
+        ("priority", 0, None),
+        ("constraint", Constraint(regex="a+"), None),
+        ("cache", CacheConfig(cache_salt="s"), None),
+        ("speculation", SpeculationConfig(disabled=True), None),
+    ],
+)
+def test_an_option_sets_its_field_and_no_other(name: str, value: Any, section: str | None) -> None:
+    options: Any = {name: value}
+    spec = generation_spec("hi", options)
+    expected = GenerationSpec(prompt="hi", **({section: {name: value}} if section else options))
+    assert spec == expected
+    assert len(spec.ListFields()) == 2
+
+
+def test_zero_is_set_and_none_is_unset() -> None:
+    spec = generation_spec("hi", {"temperature": 0, "top_p": None, "priority": 0, "model": None})
+    assert spec.sampling.HasField("temperature")
+    assert not spec.sampling.HasField("top_p")
+    assert spec.HasField("priority")
+    assert generation_spec("hi", {"temperature": None}) == GenerationSpec(prompt="hi")
+
+
+def test_durations_and_levels() -> None:
+    spec = generation_spec("hi", {"max_generation_duration": timedelta(milliseconds=1500), "timing_level": "step"})
+    assert spec.stopping.max_generation_duration.ToTimedelta() == timedelta(seconds=1.5)
+    assert spec.output.timing_level == TimingLevel.TIMING_LEVEL_STEP
+
+
+@pytest.mark.parametrize("token_ids", [[3, 0, 7], (3, 0, 7), np.array([3, 0, 7], np.int32)])
+def test_token_ids_as_prompt(token_ids: Any) -> None:
+    spec = generation_spec(token_ids, {})
+    assert spec.WhichOneof("input") == "prompt_token_ids"
+    assert list(spec.prompt_token_ids.ids) == [3, 0, 7]
+
+
+def test_messages_as_prompt() -> None:
+    spec = generation_spec([Message("system", "Be brief."), Message("user", "")], {})
+    assert [(message.role, message.content) for message in spec.chat.messages] == [
+        (Role.ROLE_SYSTEM, "Be brief."),
+        (Role.ROLE_USER, ""),
+    ]
+    assert spec.chat.add_generation_prompt
+
+
+def test_an_empty_text_is_sent_for_the_server_to_refuse() -> None:
+    assert generation_spec("", {}).WhichOneof("input") == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "prompt: an empty sequence"),
+        ([Message("robot", "hi")], {}, ValueError, "ROLE_ROBOT"),  # type: ignore[arg-type]
+        ("hi", {"temprature": 1}, TypeError, "'temprature' is not a setting"),
+        ("hi", {"prompt": "other"}, TypeError, "'prompt' is not a setting"),
+        ("hi", {"sampling": SamplingConfig()}, TypeError, "'sampling' is not a setting"),
+        ("hi", {"timing_level": "loud"}, ValueError, "TIMING_LEVEL_LOUD"),
+        ("hi", {"top_k": 1 << 40}, ValueError, "out of range"),
+        ("hi", {"top_k": "many"}, TypeError, "integer"),
+    ],
+)
+def test_bad_arguments(prompt: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        generation_spec(prompt, options)

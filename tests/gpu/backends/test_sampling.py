@@ -1,0 +1,312 @@
+"""The rule that makes tokens of logits, on the oracle and on the CPU device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.numpy_backend import NumpyBackend
+from foreword.gpu.backends.sampling import Samples, SamplingBatch, SamplingState
+from foreword.scheduler.request import Request
+
+NAN, INF = float("nan"), float("inf")
+Sample = Callable[..., Samples]
+
+
+def parameters(rows: int, **changes: Any) -> SamplingBatch:
+    """Greedy rows without limits, changed by keyword (a scalar holds for all rows)."""
+    values: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 0,
+        "position": 0,
+        "want_logprob": True,
+    } | changes
+    masked = [list(ids) for ids in values.pop("masked_ids", [[]] * rows)]
+    masked_ids = np.zeros((rows, max(1, *map(len, masked))), np.int32)
+    for row, ids in enumerate(masked):
+        masked_ids[row, : len(ids)] = ids
+    dtypes = {
+        "temperature": np.float32,
+        "top_k": np.int32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "seed": np.uint64,
+        "position": np.int64,
+        "want_logprob": np.bool_,
+    }
+    arrays = {name: np.broadcast_to(values[name], rows).astype(dtype) for name, dtype in dtypes.items()}
+    return SamplingBatch(masked_ids=masked_ids, num_masked=np.array([len(m) for m in masked], np.int32), **arrays)
+
+
+@pytest.fixture(params=["numpy", "float32", "bfloat16"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Sample rows of logits; keywords are those of `parameters`. bfloat16 rounds the logits first."""
+    if request.param == "numpy":
+        return lambda logits, **changes: NumpyBackend().sample(
+            np.asarray(logits, np.float32), parameters(len(logits), **changes)
+        )
+    backend = CpuBackend(request.param, num_threads=2)
+    return lambda logits, **changes: backend.sample(
+        torch.tensor(np.asarray(logits, np.float32)).to(getattr(torch, request.param)),
+        parameters(len(logits), **changes),
+    )
+
+
+def normal(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
+    logits = np.random.default_rng(seed).standard_normal((rows, vocab)).astype(np.float32) * scale
+    return torch.from_numpy(logits).bfloat16().float().numpy()  # exact in every dtype, and full of ties
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 63, 64, 65, 1000])
+def test_greedy_takes_the_greatest(sample: Sample, vocab: int) -> None:
+    logits = normal(4, vocab)
+    np.testing.assert_array_equal(sample(logits).token_ids, logits.argmax(axis=1))
+
+
+def test_greedy_takes_the_lowest_id_of_equals(sample: Sample) -> None:
+    logits = np.zeros((3, 200), np.float32)
+    logits[1, [190, 33, 77]] = 2.0
+    logits[2, [199, 16]] = 2.0
+    np.testing.assert_array_equal(sample(logits).token_ids, [0, 33, 16])
+
+
+def test_temperature_below_1e_5_is_greedy(sample: Sample) -> None:
+    logits = normal(1, 500)
+    for seed in range(20):
+        assert sample(logits, temperature=0.99e-5, seed=seed).token_ids[0] == logits.argmax()
+
+
+def test_the_last_id_of_the_vocabulary_can_win(sample: Sample) -> None:
+    logits = np.full((1, 65), -5.0, np.float32)
+    logits[0, 64] = 5.0
+    assert sample(logits).token_ids[0] == 64
+    assert sample(logits, temperature=0.1).token_ids[0] == 64
+
+
+# Masks and rows that fail
+
+
+def test_masked_ids_cannot_be_drawn(sample: Sample) -> None:
+    logits = np.array([[9.0, 8.0, 7.0, 0.0]] * 2, np.float32)
+    masks = [[0, 1], []]
+    assert sample(logits, masked_ids=masks).token_ids.tolist() == [2, 0]
+    drawn = {sample(logits, masked_ids=masks, temperature=2.0, seed=s).token_ids[0] for s in range(100)}
+    assert drawn == {2, 3}
+
+
+def test_masked_ids_outside_the_vocabulary_have_no_effect(sample: Sample) -> None:
+    assert sample([[1.0, 2.0]], masked_ids=[[-1, 2, 1 << 30]]).token_ids[0] == 1
+
+
+def test_rows_that_cannot_be_sampled_fail_alone(sample: Sample) -> None:
+    logits = normal(6, 100)
+    logits[1, 99] = NAN
+    logits[2, 0] = INF
+    logits[3] = -INF
+    logits[4, :50] = -INF
+    for temperature in (0.0, 1.0):
+        samples = sample(logits, temperature=temperature, masked_ids=[[], [], [], [], [], range(100)])
+        assert samples.failed.tolist() == [False, True, True, True, False, True]
+        assert samples.token_ids[4] >= 50
+        alone = sample(logits[:1], temperature=temperature)
+        assert samples.token_ids[0] == alone.token_ids[0]
+        assert samples.logprobs[0] == alone.logprobs[0]
+        assert not samples.token_ids[samples.failed].any()
+        assert not samples.logprobs[samples.failed].any()
+
+
+def test_a_masked_nan_still_fails(sample: Sample) -> None:
+    assert sample([[NAN, 1.0]], masked_ids=[[0]]).failed[0]
+
+
+# Log probabilities
+
+
+def test_logprob_is_of_the_models_distribution(sample: Sample) -> None:
+    logits = normal(3, 777)
+    samples = sample(logits, temperature=0.5, top_k=3, masked_ids=[[], [int(logits[1].argmax())], []])
+    reference = torch.log_softmax(torch.tensor(logits).double(), dim=1).numpy()
+    np.testing.assert_allclose(samples.logprobs, reference[range(3), samples.token_ids], atol=2e-6, rtol=1e-6)
+
+
+def test_logprob_is_stable_for_great_logits(sample: Sample) -> None:
+    samples = sample([[30000.0, 30000.0, -30000.0]])
+    assert samples.logprobs[0] == pytest.approx(-np.log(2), abs=1e-6)
+
+
+def test_logprob_is_zero_unless_asked_for(sample: Sample) -> None:
+    assert sample(normal(2, 50), want_logprob=[True, False]).logprobs[1] == 0
+
+
+# Truncation
+
+
+def drawn_ids(sample: Sample, logits: list[float], draws: int = 400, **changes: Any) -> set[int]:
+    return set(sample([logits] * draws, seed=np.arange(draws), **({"temperature": 1.0} | changes)).token_ids.tolist())
+
+
+def test_top_k(sample: Sample) -> None:
+    assert drawn_ids(sample, [1.0, 0.5, 0.75, 0.25], top_k=2) == {0, 2}
+    assert drawn_ids(sample, [1.0, 0.5, 0.75, 0.25], top_k=0) == {0, 1, 2, 3}
+    assert drawn_ids(sample, [1.0, 0.5, 0.75, 0.25], top_k=100) == {0, 1, 2, 3}
+
+
+def test_top_k_keeps_equals_together(sample: Sample) -> None:
+    assert drawn_ids(sample, [1.0, 0.5, 0.5, 0.25, 0.5], top_k=2) == {0, 1, 2, 4}
+    assert drawn_ids(sample, [0.0, -0.0, -1.0], top_k=1) == {0, 1}
+
+
+def test_top_p(sample: Sample) -> None:
+    # masses 0.466, 0.282, 0.172, 0.080
+    logits = [1.75, 1.25, 0.75, -0.015625]
+    assert drawn_ids(sample, logits, top_p=0.4) == {0}
+    assert drawn_ids(sample, logits, top_p=0.7) == {0, 1}
+    assert drawn_ids(sample, logits, top_p=0.8) == {0, 1, 2}
+    assert drawn_ids(sample, logits, top_p=0.99) == {0, 1, 2, 3}
+    assert drawn_ids(sample, logits, top_p=0.0) == {0}
+
+
+def test_top_p_keeps_equals_together(sample: Sample) -> None:
+    assert drawn_ids(sample, [1.0, 1.0, 1.0, -4.0], top_p=0.1) == {0, 1, 2}
+
+
+def test_top_p_works_on_what_top_k_kept(sample: Sample) -> None:
+    logits = [1.0, 0.5, -0.5, 0.0]  # two have mass 0.73 of all, 0.81 of the first three; one 0.46 of all, 0.62 of two
+    assert drawn_ids(sample, logits, top_p=0.8) == {0, 1, 3}
+    assert drawn_ids(sample, logits, top_k=3, top_p=0.8) == {0, 1}
+    assert drawn_ids(sample, logits, top_p=0.6) == {0, 1}
+    assert drawn_ids(sample, logits, top_k=2, top_p=0.6) == {0}
+
+
+def test_top_p_follows_the_temperature(sample: Sample) -> None:
+    assert drawn_ids(sample, [2.0, 1.0, 0.0], top_p=0.9, temperature=0.25) == {0}
+    assert drawn_ids(sample, [2.0, 1.0, 0.0], top_p=0.9, temperature=8.0) == {0, 1, 2}
+
+
+def test_min_p(sample: Sample) -> None:
+    logits = [2.0, 1.5, 1.0, -3.0]
+    assert drawn_ids(sample, logits, min_p=0.5) == {0, 1}
+    assert drawn_ids(sample, logits, min_p=0.3) == {0, 1, 2}
+    assert drawn_ids(sample, logits, min_p=1.0) == {0}
+    assert drawn_ids(sample, logits, min_p=0.5, temperature=2.0) == {0, 1, 2}
+
+
+def test_truncation_ignores_what_cannot_be_drawn(sample: Sample) -> None:
+    assert drawn_ids(sample, [-INF, 1.0, -INF, 0.5, 0.25], top_k=4) == {1, 3, 4}
+    assert drawn_ids(sample, [-INF, 1.0, -INF, 0.5, 0.25], top_p=0.999) == {1, 3, 4}
+
+
+# Drawing
+
+
+def test_draws_follow_the_distribution(sample: Sample) -> None:
+    vocab, draws = 40, 20_000
+    logits = normal(1, vocab, seed=3, scale=1.0)
+    for name, positions, seeds in (("positions", np.arange(draws), 7), ("seeds", 3, np.arange(draws))):
+        tokens = sample(np.repeat(logits, draws, axis=0), temperature=1.5, seed=seeds, position=positions).token_ids
+        expected = torch.softmax(torch.tensor(logits[0]).double() / 1.5, dim=0).numpy() * draws
+        chi_square = ((np.bincount(tokens, minlength=vocab) - expected) ** 2 / expected).sum()
+        assert chi_square < 80, name  # 39 degrees of freedom: exceeded with probability 1e-4
+
+
+def test_a_token_depends_on_its_row_alone(sample: Sample) -> None:
+    rows = 33
+    changes = {
+        "temperature": np.tile([0.0, 0.7, 1.3], 11),
+        "top_k": np.tile([0, 5, 50], 11),
+        "top_p": np.tile([1.0, 0.9, 0.3], 11),
+        "seed": np.arange(rows),
+        "position": np.arange(rows) * 1000,
+    }
+    logits = normal(rows, 3000)
+    whole = sample(logits, **changes)
+    for i in range(rows):
+        alone = sample(logits[i : i + 1], **{name: values[i] for name, values in changes.items()})
+        assert alone.token_ids[0] == whole.token_ids[i]
+        assert alone.logprobs[0] == whole.logprobs[i]
+
+
+def test_extreme_parameters_still_give_an_id_of_the_vocabulary(sample: Sample) -> None:
+    logits = np.concatenate([normal(1, 70, scale=1e30), normal(1, 70), np.full((1, 70), 3e38, np.float32)])
+    for temperature in (1.1e-5, 1e-3, 1e6, 3e38):
+        for truncation in ({}, {"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.999999, "top_k": 69}):
+            samples = sample(logits, temperature=temperature, **truncation)
+            assert not samples.failed.any()
+            assert ((samples.token_ids >= 0) & (samples.token_ids < 70)).all()
+
+
+@pytest.mark.parametrize("vocab", [50, 64, 5000, 49152])
+def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
+    rng, rows = np.random.default_rng(vocab), 12
+    changes = {
+        "temperature": rng.choice([0.0, 0.3, 1.0, 2.0], rows),
+        "top_k": rng.choice([0, 1, 20, 40], rows),
+        "top_p": rng.choice([1.0, 0.95, 0.5, 0.05], rows),
+        "min_p": rng.choice([0.0, 0.05, 0.3], rows),
+        "seed": rng.integers(0, 2**63, rows) * 2 + 1,
+        "position": rng.integers(0, 2**31, rows),
+        "masked_ids": [rng.integers(0, vocab, 3) for _ in range(rows)],
+    }
+    for scale in (0.01, 3.0, 30.0):
+        logits = normal(rows, vocab, scale=scale)
+        expected = NumpyBackend().sample(logits, parameters(rows, **changes))
+        for dtype in (torch.float32, torch.bfloat16):
+            backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
+            actual = backend.sample(torch.from_numpy(logits).to(dtype), parameters(rows, **changes))
+            np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
+            np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-6)
+
+
+# Rows
+
+
+def test_state_fills_rows_of_the_plan(plan_writer: Callable[..., Any], new_request: Callable[..., Request]) -> None:
+    state, writer = SamplingState(8), plan_writer()
+    state.admit(2, new_request([1, 2, 3], temperature=0.5, top_k=7, seed=-1, want_logprobs=True))
+    state.admit(5, new_request([1], top_p=0.25, min_p=0.125, seed=9))
+    batch = state.select(writer.plan([(5, [1, 8, 9], 3), (7, [1, 2], 0), (2, [1, 2, 3], 1)]))
+    assert batch.temperature.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert batch.top_k.tolist() == [0, 0, 0, 7]
+    assert batch.top_p.tolist() == [0.25, 0.25, 0.25, 1.0]
+    assert batch.min_p.tolist() == [0.125, 0.125, 0.125, 0.0]
+    assert batch.seed.tolist() == [9, 9, 9, 2**64 - 1]
+    assert batch.position.tolist() == [1, 2, 3, 3]
+    assert batch.want_logprob.tolist() == [False, False, False, True]
+
+
+def test_end_tokens_are_masked_until_the_minimum_is_reached(
+    plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    state, writer = SamplingState(8), plan_writer()
+    request = new_request([1, 2, 3], min_output_tokens=2, eos_token_ids=(4,), stop_token_ids=tuple(range(10, 30)))
+    state.admit(0, request)
+    masked = []
+    for tokens in ([1, 2, 3], [7], [7], [7]):  # draws output tokens 0, 1, 2, 3
+        batch = state.select(writer.plan([(0, tokens, 1)]))
+        masked.append(batch.masked_ids[0, : batch.num_masked[0]].tolist())
+    assert masked == [[4, *range(10, 30)], [4, *range(10, 30)], [], []]
+
+
+def test_a_row_forgets_its_last_request(plan_writer: Callable[..., Any], new_request: Callable[..., Request]) -> None:
+    state, fresh = SamplingState(8), SamplingState(8)
+    state.admit(0, new_request([1], temperature=0.1, top_k=3, min_output_tokens=9, eos_token_ids=tuple(range(20))))
+    state.admit(0, new_request([1, 2], temperature=0.0))
+    fresh.admit(0, new_request([1, 2], temperature=0.0))
+    plan = plan_writer().plan([(0, [1, 2], 1)])
+    for entry in fields(SamplingBatch):
+        if entry.name != "masked_ids":
+            np.testing.assert_array_equal(
+                getattr(state.select(plan), entry.name), getattr(fresh.select(plan), entry.name)
+            )

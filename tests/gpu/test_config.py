@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from foreword.gpu.config import DeviceConfig, kv_cache_bytes_per_block
+from foreword.gpu.models.config import ModelConfig
+from foreword.scheduler.errors import ConfigError
+
+
+def test_cuda_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="CUDA device is not available in this build"):
+        DeviceConfig(num_blocks=1, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("device", "tpu", "device: 'tpu' is unknown; the available device is 'cpu'"),
+        ("dtype", "float16", "dtype: 'float16' is unknown; use one of bfloat16, float32"),
+        ("num_blocks", 0, "num_blocks: must be at least 1, got 0"),
+        ("num_threads", -1, "num_threads: must be at least 1, got -1"),
+        ("max_model_len", 0, "max_model_len: must be at least 1, got 0"),
+    ],
+)
+def test_errors_name_field_and_allowed_values(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeviceConfig(**({"num_blocks": 1} | {field: value}))
+
+
+def test_blocks_per_sequence_round_up() -> None:
+    assert DeviceConfig(num_blocks=1, block_size=16, max_model_len=33).max_blocks_per_sequence == 3
+    assert DeviceConfig(num_blocks=1, block_size=16, max_model_len=32).max_blocks_per_sequence == 2
+
+
+def test_block_bytes_equal_what_the_cache_takes(
+    new_runner: Callable[..., Any], tiny_checkpoint: Callable[..., Any], dtype: str
+) -> None:
+    runner = new_runner(dtype)
+    model = ModelConfig.from_checkpoint(tiny_checkpoint())
+    taken = runner.cache.keys.nbytes + runner.cache.values.nbytes
+    assert kv_cache_bytes_per_block(model, runner.config.block_size, dtype) * runner.config.num_blocks == taken

@@ -1,0 +1,254 @@
+"""Plans in, tokens out, bit-equal whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foreword.gpu.backends.numpy_backend import NumpyBackend
+from foreword.gpu.backends.sampling import Samples
+from foreword.gpu.checkpoint.checkpoint import Checkpoint
+from foreword.gpu.config import DeviceConfig
+from foreword.gpu.runner import ModelRunner, accept_drafts, load_runner
+from foreword.scheduler.request import Request
+from foreword.scheduler.step import StepResult
+
+Tokens = list[int]
+Output = list[tuple[int, float]]
+
+
+def random_prompt(length: int, seed: int, vocab: int = 131) -> Tokens:
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
+
+
+def sequence_tokens(result: StepResult, b: int) -> Output:
+    part = slice(result.token_offsets[b], result.token_offsets[b + 1])
+    return list(zip(result.token_ids[part].tolist(), result.logprobs[part].tolist(), strict=True))
+
+
+def generate(
+    runner: ModelRunner, writer: Any, requests: Sequence[Request], num_output: int, chunk: int
+) -> list[Output]:
+    """Run requests together, request i in row i: prompts in chunks, then one token a step each."""
+    outputs: list[Output] = [[] for _ in requests]
+    waiting = [request.prompt_token_ids.tolist() for request in requests]
+    admitted = list(enumerate(requests))
+    while active := [row for row in range(len(requests)) if len(outputs[row]) < num_output]:
+        work = []
+        for row in active:
+            tokens, waiting[row] = waiting[row][:chunk], waiting[row][chunk:]
+            work.append((row, tokens, 0 if waiting[row] else 1))
+        result = runner.execute(writer.plan(work, admitted))
+        admitted = []
+        for b, row in enumerate(active):
+            for token, logprob in sequence_tokens(result, b):
+                outputs[row].append((token, logprob))
+                waiting[row] = [token]
+    return outputs
+
+
+@pytest.fixture
+def requests(new_request: Callable[..., Request]) -> list[Request]:
+    """Eight requests of different lengths, greedy and random."""
+    lengths = (1, 5, 16, 17, 33, 47, 64, 90)
+    return [
+        new_request(
+            random_prompt(length, i),
+            key=i,
+            want_logprobs=True,
+            temperature=(0.0, 0.8)[i % 2],
+            top_p=(1.0, 0.9)[i // 2 % 2],
+            top_k=(0, 20)[i // 4],
+            seed=100 + i,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def test_together_equals_alone_for_every_chunking(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], requests: list[Request], dtype: str
+) -> None:
+    runner = new_runner(dtype)
+    alone = [generate(runner, plan_writer(), [request], 12, chunk=1000)[0] for request in requests]
+    assert len({tuple(output) for output in alone}) == len(requests)
+    for chunk in (1, 7, 16, 40, 1000):
+        assert generate(runner, plan_writer(), requests, 12, chunk) == alone, f"chunks of {chunk}"
+
+
+def test_oracle_generates_the_same_tokens(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], requests: list[Request]
+) -> None:
+    actual = generate(new_runner(), plan_writer(), requests, 8, chunk=20)
+    expected = generate(new_runner(backend=NumpyBackend()), plan_writer(), requests, 8, chunk=20)
+    assert [[token for token, _ in output] for output in actual] == [[token for token, _ in out] for out in expected]
+    np.testing.assert_allclose(
+        [[logprob for _, logprob in output] for output in actual],
+        [[logprob for _, logprob in output] for output in expected],
+        atol=1e-3,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_what_a_cache_held_before_does_not_matter(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    requests: list[Request],
+    dtype: str,
+    window: int | None,
+) -> None:
+    clean = generate(new_runner(dtype, sliding_window=window), plan_writer(), requests, 6, chunk=30)
+    poisoned = new_runner(dtype, sliding_window=window)
+    poisoned.cache.keys.fill_(float("nan"))
+    poisoned.cache.values.fill_(float("nan"))
+    poisoned.cache.block_table.fill_(7)
+    assert generate(poisoned, plan_writer(), requests, 6, chunk=30) == clean
+    # Rows and blocks go to other sequences; tables keep stale entries of the ones before.
+    writer = plan_writer()
+    for row, request in enumerate(requests):
+        poisoned.execute(writer.plan([(7 - row, request.prompt_token_ids.tolist(), 1)], [(7 - row, request)]))
+    for row in range(8):
+        writer.release(row)
+    assert generate(poisoned, writer, requests, 6, chunk=30) == clean
+
+
+def test_a_resumed_sequence_goes_on_with_the_same_tokens(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    dtype: str,
+) -> None:
+    runner = new_runner(dtype)
+    request = new_request(random_prompt(20, 3), temperature=1.0, seed=5, want_logprobs=True)
+    expected = generate(runner, plan_writer(), [request], 10, chunk=1000)[0]
+    writer = plan_writer()
+    done = [token for token, _ in expected[:4]]
+    result = runner.execute(writer.plan([(6, request.prompt_token_ids.tolist() + done, 1)], [(6, request)]))
+    assert sequence_tokens(result, 0) == expected[4:5]
+
+
+def test_incomplete_prompts_give_no_tokens(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    runner, writer = new_runner(), plan_writer()
+    result = runner.execute(
+        writer.plan([(0, [1, 2], 0), (1, [3], 1), (2, [4], 0)], [(row, new_request([1])) for row in range(3)])
+    )
+    assert result.step_id == 1
+    assert result.token_offsets.tolist() == [0, 0, 1, 1]
+    assert not result.failed.any()
+    assert result.model_duration_ns > 0
+    nothing = runner.execute(writer.plan([(0, [1, 2], 0)]))
+    assert nothing.token_offsets.tolist() == [0, 0]
+    assert len(nothing.token_ids) == len(nothing.logprobs) == 0
+
+
+def test_end_tokens_wait_for_the_minimum(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    runner = new_runner()
+    prompt = random_prompt(10, 0)
+    free = generate(runner, plan_writer(), [new_request(prompt, temperature=0.0)], 1, chunk=1000)[0]
+    first = free[0][0]
+    held = new_request(prompt, temperature=0.0, min_output_tokens=1, eos_token_ids=(first,))
+    output = generate(runner, plan_writer(), [held], 1, chunk=1000)[0]
+    assert output[0][0] != first
+
+
+def test_logits_that_are_not_finite_fail_their_sequence_alone(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], requests: list[Request], dtype: str
+) -> None:
+    runner = new_runner(dtype, tie_word_embeddings=False)
+    expected = generate(runner, plan_writer(), requests[:3], 1, chunk=1000)
+    prompts = [request.prompt_token_ids.tolist() for request in requests[:3]]
+    unused = next(token for token in range(131) if not any(token in prompt for prompt in prompts))
+    runner.decoder.weights.embedding[unused] = float("nan")
+    plan = plan_writer().plan(
+        [(0, prompts[0], 1), (1, prompts[1], 1), (3, [5, unused, 6], 1), (2, prompts[2], 1)],
+        list(enumerate(requests[:4])),
+    )
+    result = runner.execute(plan)
+    assert result.failed.tolist() == [False, False, True, False]
+    assert result.token_offsets.tolist() == [0, 1, 2, 2, 3]
+    assert [sequence_tokens(result, b) for b in (0, 1, 3)] == expected
+
+
+# Drafts
+
+
+def test_drafts_do_not_change_the_tokens(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], requests: list[Request], dtype: str
+) -> None:
+    """Right drafts are accepted with a bonus token, wrong ones cut the run; tokens and logprobs stay bit-equal."""
+    runner = new_runner(dtype)
+    expected = generate(runner, plan_writer(), requests, 8, chunk=1000)
+    for num_right in range(5):
+        writer = plan_writer()
+        runner.execute(writer.plan([(i, r.prompt_token_ids.tolist(), 1) for i, r in enumerate(requests)], ()))
+        work = []
+        for row, output in enumerate(expected):
+            right = [token for token, _ in output[: 1 + num_right]]
+            wrong = [] if num_right == 4 else [(output[1 + num_right][0] + 1) % 131, 0]
+            work.append((row, right + wrong, len(right + wrong)))
+        result = runner.execute(writer.plan(work))
+        for row, output in enumerate(expected):
+            assert sequence_tokens(result, row) == output[1 : 2 + num_right]
+
+
+def test_acceptance(plan_writer: Callable[..., Any]) -> None:
+    plan = plan_writer().plan([(0, [9, 1, 2], 3), (1, [9, 9], 0), (2, [9], 1), (3, [9, 5, 6, 7], 4), (4, [8, 3, 4], 3)])
+    samples = Samples(
+        token_ids=np.array([1, 3, 3, 8, 5, 6, 7, 1, 3, 0, 0], np.int32),
+        logprobs=np.zeros(11, np.float32),
+        failed=np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0], np.bool_),
+    )
+    accepted, failed = accept_drafts(plan, samples)
+    assert accepted.tolist() == [True, True, False, True, True, True, True, True, False, False, False]
+    assert failed.tolist() == [False, False, False, False, True]
+
+
+def test_a_failure_behind_a_rejected_draft_does_not_matter(plan_writer: Callable[..., Any]) -> None:
+    plan = plan_writer().plan([(0, [9, 1], 2)])
+    samples = Samples(np.array([2, 0], np.int32), np.zeros(2, np.float32), np.array([False, True]))
+    accepted, failed = accept_drafts(plan, samples)
+    assert accepted.tolist() == [True, False]
+    assert failed.tolist() == [False]
+
+
+# The default model
+
+
+def test_default_model_facts(default_runner: ModelRunner) -> None:
+    assert default_runner.device == "cpu"
+    assert default_runner.device_name
+    assert default_runner.dtype == "bfloat16"
+    assert default_runner.architecture == "LlamaForCausalLM"
+    assert default_runner.vocab_size == 49152
+    assert default_runner.num_parameters == 134_515_008
+
+
+@pytest.fixture(scope="module")
+def default_runner(default_checkpoint: Checkpoint) -> ModelRunner:
+    return load_runner(DeviceConfig(num_blocks=160, num_threads=1), default_checkpoint)
+
+
+def test_32_streams_of_the_default_model_equal_each_alone(
+    default_runner: ModelRunner, plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    requests = [
+        new_request(
+            random_prompt(3 + 2 * i, i, vocab=49152),
+            key=i,
+            want_logprobs=True,
+            temperature=(0.0, 0.7)[i % 2],
+            top_p=(1.0, 0.9)[i // 2 % 2],
+            seed=i,
+        )
+        for i in range(32)
+    ]
+    capacity = {"num_blocks": 160, "max_num_sequences": 32}
+    together = generate(default_runner, plan_writer(**capacity), requests, 5, chunk=24)
+    for request, output in zip(requests, together, strict=True):
+        assert generate(default_runner, plan_writer(**capacity), [request], 5, chunk=1000)[0] == output

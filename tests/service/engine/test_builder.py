@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreword.gpu.checkpoint.default_model import default_model_path
+from foreword.gpu.checkpoint.open import open_checkpoint
+from foreword.gpu.config import kv_cache_bytes_per_block
+from foreword.gpu.models.config import ModelConfig
+from foreword.gpu.models.registry import read_config
+from foreword.scheduler.errors import CheckpointError, ConfigError
+from foreword.scheduler.request import Request, SamplingParams, StoppingParams
+from foreword.service.engine import builder
+from foreword.service.engine.builder import build_engine, count_blocks
+from foreword.service.engine.config import EngineConfig
+from foreword.service.engine.engine import Engine
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    return read_config(open_checkpoint(default_model_path()))
+
+
+def ignore(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def test_given_memory_is_filled_with_blocks(model: ModelConfig) -> None:
+    block = kv_cache_bytes_per_block(model, 16, "bfloat16")
+    for size, num_blocks in ((block, 1), (2 * block - 1, 1), (100 * block, 100)):
+        assert count_blocks(EngineConfig("m", kv_cache_bytes=size), model, 8192) == num_blocks
+    with pytest.raises(ConfigError, match="kv_cache_bytes"):
+        count_blocks(EngineConfig("m", kv_cache_bytes=block - 1), model, 8192)
+
+
+def test_by_default_blocks_suffice_for_the_sequences_within_a_quarter_of_memory(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "machine_memory", lambda: 1024 * GIB)
+    assert count_blocks(EngineConfig("m", max_num_sequences=64), model, 8192) == 64 * 1024 // 16
+    assert count_blocks(EngineConfig("m", max_num_sequences=1), model, 8192) == 8192 // 16
+    monkeypatch.setattr(builder, "machine_memory", lambda: GIB)
+    quarter = GIB // 4 // kv_cache_bytes_per_block(model, 16, "bfloat16")
+    assert count_blocks(EngineConfig("m", max_num_sequences=64), model, 8192) == quarter
+
+
+def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(builder, "_CGROUP_MEMORY_LIMIT", limit)
+    whole = builder.machine_memory()
+    assert whole > GIB // 4
+    for text, memory in (("max\n", whole), ("1048576\n", 1 << 20), (str(1 << 60), whole)):
+        limit.write_text(text)
+        assert builder.machine_memory() == memory
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"model_path": "/nowhere/at/all"}, CheckpointError, "/nowhere/at/all"),
+        ({"device": "abacus"}, ConfigError, "device"),
+        ({"dtype": "float8"}, ConfigError, "dtype"),
+        ({"max_num_batched_tokens": 8}, ConfigError, "max_num_batched_tokens"),
+        ({"block_size": 0}, ConfigError, "block_size"),
+        ({"kv_cache_bytes": -1}, ConfigError, "kv_cache_bytes"),
+        ({"max_num_waiting": -1}, ConfigError, "max_num_waiting"),
+        ({"max_num_sequences": -1}, ConfigError, "max_num_sequences"),
+        ({"max_model_len": 1 << 20}, ConfigError, "max_model_len"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(settings: dict[str, str], error: type[Exception], message: str) -> None:
+    config = EngineConfig(**{"model_path": str(default_model_path()), **settings})  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        build_engine(config, ignore)
+
+
+def generate(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
+    token_ids: dict[int, list[int]] = {request.request_key: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while (report := engine.step()) is not None:
+        begin = 0
+        for update in report.sequences:
+            end = begin + int(update["num_tokens"])
+            token_ids[int(update["request_key"])] += report.token_ids[begin:end].tolist()
+            begin = end
+    return token_ids
+
+
+def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
+    progress: list[tuple[str, int, int]] = []
+    config = EngineConfig(str(default_model_path()), num_threads=1, max_num_sequences=8, kv_cache_bytes=64 << 20)
+    engine = build_engine(config, lambda *news: progress.append(news))
+    assert progress[-1][1] == progress[-1][2] > 100
+    assert engine.info.vocab_size == 49152
+    assert engine.info.max_model_len == 8192
+
+    def request(key: int, seed: int) -> Request:
+        prompt = np.arange(1000, 1010 + seed, dtype=np.int32)
+        return Request(key, prompt, StoppingParams(4), SamplingParams(temperature=0.8, seed=seed))
+
+    together = generate(engine, [request(key, seed=key) for key in range(1, 4)])
+    for key, token_ids in together.items():
+        assert len(token_ids) == 4
+        assert generate(engine, [request(10 + key, seed=key)]) == {10 + key: token_ids}
+    assert engine.load().num_free_blocks == engine.info.num_blocks

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from engine_fakes import POISON, VOCAB_SIZE, FakeRunner, RecordingSink, expected_tokens, make_engine, make_request
+
+from foreword.scheduler.errors import ContextLengthExceeded, DuplicateRequest, InvalidField, QueueFull
+from foreword.scheduler.request import Request, StoppingParams
+from foreword.scheduler.step import FinishReason
+from foreword.service.engine.config import EngineConfig
+from foreword.service.engine.engine import Engine, StepFault
+
+
+def build(**settings: int) -> Engine:
+    return make_engine(EngineConfig("fake", **settings), FakeRunner())  # type: ignore[arg-type]
+
+
+def run(engine: Engine, sinks: dict[int, RecordingSink]) -> None:
+    """Step until there is nothing to do."""
+    while (report := engine.step()) is not None:
+        begin = 0
+        for update in report.sequences:
+            end = begin + int(update["num_tokens"])
+            sinks[int(update["request_key"])].on_step(
+                report.header, update, report.token_ids[begin:end], report.logprobs[begin:end]
+            )
+            begin = end
+
+
+def test_a_request_becomes_tokens() -> None:
+    engine, sink = build(), RecordingSink()
+    engine.submit(make_request(7, num_prompt_tokens=4, max_output_tokens=8))
+    assert engine.has_work
+    run(engine, {7: sink})
+    assert sink.token_ids == expected_tokens(4, 8)
+    assert sink.finish_reason is FinishReason.LENGTH
+    assert not engine.has_work
+
+
+def test_an_idle_engine_has_nothing_to_report() -> None:
+    engine = build()
+    assert not engine.has_work
+    assert engine.step() is None
+    assert engine.next_deadline_ns == 0
+
+
+def test_a_step_report_tells_what_the_step_was() -> None:
+    engine = build()
+    engine.submit(make_request(1, num_prompt_tokens=5))
+    engine.submit(make_request(2, num_prompt_tokens=3))
+    before = time.monotonic_ns()
+    report = engine.step()
+    after = time.monotonic_ns()
+    assert report is not None
+    assert before <= report.header.start_ns <= report.header.end_ns <= after
+    assert (report.header.num_sequences, report.header.num_tokens) == (2, 8)
+    assert (report.header.load.num_running, report.header.load.num_waiting) == (2, 0)
+
+
+def test_a_thousand_requests_all_end_as_they_should() -> None:
+    engine = build(max_num_sequences=32)
+    sinks = {key: RecordingSink() for key in range(1, 1001)}
+    for key in sinks:
+        engine.submit(make_request(key, num_prompt_tokens=1 + key % 40, max_output_tokens=1 + key % 7))
+    run(engine, sinks)
+    for key, sink in sinks.items():
+        assert sink.token_ids == expected_tokens(1 + key % 40, 1 + key % 7)
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_free_blocks) == (0, 0, load.num_blocks)
+    engine._scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**31 - 1])
+def test_token_ids_outside_the_vocabulary_are_refused(token_id: int) -> None:
+    engine = build()
+    good, bad = np.array([0, VOCAB_SIZE - 1], np.int32), np.array([1, token_id], np.int32)
+    for field, request in {
+        "prompt_token_ids": Request(1, bad, StoppingParams(1)),
+        "stopping.eos_token_ids": Request(1, good, StoppingParams(1, eos_token_ids=(token_id,))),
+        "stopping.stop_token_ids": Request(1, good, StoppingParams(1, stop_token_ids=(token_id,))),
+    }.items():
+        with pytest.raises(InvalidField) as refusal:
+            engine.submit(request)
+        assert refusal.value.field == field
+    engine.submit(Request(1, good, StoppingParams(1)))
+
+
+def test_refusals_are_domain_errors() -> None:
+    engine = build(max_num_waiting=1)
+    with pytest.raises(InvalidField, match="prompt_token_ids"):
+        engine.submit(make_request(1, num_prompt_tokens=0))
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(make_request(1, max_output_tokens=2048))
+    engine.submit(make_request(1))
+    with pytest.raises(DuplicateRequest):
+        engine.submit(make_request(1))
+    with pytest.raises(QueueFull):
+        engine.submit(make_request(2))
+
+
+def test_a_cancelled_request_ends_with_a_last_update() -> None:
+    engine, sink = build(), RecordingSink()
+    engine.submit(make_request(1))
+    engine.step()
+    assert engine.cancel(1)
+    run(engine, {1: sink})
+    assert sink.finish_reason is FinishReason.CANCELLED
+    assert sink.token_ids == []
+    assert not engine.cancel(1)
+
+
+def test_a_paused_sequence_rests_until_it_is_resumed() -> None:
+    engine, sink = build(), RecordingSink()
+    engine.submit(make_request(1))
+    assert engine.pause(1)
+    run(engine, {1: sink})
+    assert not sink.ended
+    assert engine.resume(1)
+    run(engine, {1: sink})
+    assert sink.token_ids == expected_tokens(4, 8)
+
+
+def test_a_device_fault_names_the_sequences_of_the_step() -> None:
+    engine = build(max_num_sequences=2)
+    engine.submit(make_request(1))
+    engine.step()
+    engine.submit(Request(2, np.array([POISON], np.int32), StoppingParams(1)))
+    engine.submit(make_request(3))
+    with pytest.raises(StepFault) as fault:
+        engine.step()
+    assert sorted(fault.value.request_keys) == [1, 2]
+    assert fault.value.step_id == 2
+    assert isinstance(fault.value.__cause__, RuntimeError)
+    assert "poison" not in str(fault.value)

@@ -1,0 +1,688 @@
+"""One generation per RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from foreword.scheduler.errors import (
+    ContextLengthExceeded,
+    DeadlineInfeasible,
+    EngineFault,
+    EngineUnavailable,
+    QueueFull,
+)
+from foreword.scheduler.step import FinishReason
+from foreword.service.config import ServerConfig
+from foreword.service.text.processor import TextProcessor
+from foreword.v1 import chat_pb2, generation_pb2, stopping_pb2, timing_pb2, tokens_pb2
+from foreword.v1.generation_service_pb2 import (
+    CANCEL_OUTCOME_ALREADY_FINISHED,
+    CANCEL_OUTCOME_CANCELLED,
+    CancelGenerationRequest,
+    GenerateTextRequest,
+)
+
+from .conftest import EOS, Harness
+from .rpc import failure_of, read_events, streamed, text_of, unary
+
+
+async def complete(harness: Harness, call: Any, *steps: str, finish: FinishReason = FinishReason.LENGTH) -> Any:
+    """Let the engine answer with these steps; return the response of a unary call."""
+    [sequence] = await harness.engine.arrival()
+    for gained in steps[:-1]:
+        harness.engine.step({sequence: gained})
+    harness.engine.step({sequence: steps[-1]}, finish)
+    return await call
+
+
+async def test_stream_tells_start_deltas_and_finish(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed(request_id="r1", prompt="hey"))
+    [sequence] = await harness.engine.arrival()
+    started = (await call.read()).events[0].started
+    assert (started.request_id, started.model, started.prompt_token_count) == ("r1", "toy", 3)
+    harness.engine.step({sequence: "ab"})
+    delta = (await call.read()).events[0].output_delta
+    assert (delta.text, list(delta.token_ids)) == ("ab", [97, 98])
+    harness.engine.step({sequence: "c"}, FinishReason.LENGTH)
+    events = (await call.read()).events
+    assert [event.WhichOneof("event") for event in events] == ["output_delta", "output_finished", "finished"]
+    assert events[1].output_finished.finish_reason == stopping_pb2.FINISH_REASON_LENGTH
+    assert events[2].finished.usage.output_token_count == events[1].output_finished.output_token_count == 3
+    assert await call.read() is grpc.aio.EOF
+    trailers = dict(await call.trailing_metadata())
+    assert trailers["foreword-request-id"] == "r1"
+    assert trailers["foreword-output-tokens"] == "3"
+    assert {f"foreword-{name}" for name in ("ttft-us", "queue-us", "prefill-us", "itl-p50-us", "itl-p99-us")} <= {
+        *trailers
+    }
+
+
+async def test_tokens_that_come_while_a_message_is_written_go_out_as_one(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed())
+    [sequence] = await harness.engine.arrival()
+    for letter in "abcdef":
+        harness.engine.step({sequence: letter})
+    harness.engine.step({sequence: "g"}, FinishReason.LENGTH)
+    messages = [response async for response in call]
+    assert text_of([event for message in messages for event in message.events]) == "abcdefg"
+    assert len(messages) <= 2
+
+
+@pytest.mark.parametrize("steps", [["héllo 🌍 wörld"], ["hé", "llo ", "🌍", " wörld"], list("héllo 🌍 wörld")])
+async def test_stream_and_unary_give_the_same_text(harness: Harness, steps: list[str]) -> None:
+    call = harness.generation.StreamGenerateText(streamed())
+    [sequence] = await harness.engine.arrival()
+    data = "".join(steps).encode()
+    for byte in data[:-1]:
+        harness.engine.step({sequence: [byte]})
+    harness.engine.step({sequence: [data[-1]]}, FinishReason.LENGTH)
+    events = await read_events(call)
+    response = await complete(harness, harness.generation.GenerateText(unary()), *steps)
+    assert text_of(events) == response.outputs[0].content.text == "".join(steps)
+    ids = [token_id for event in events for token_id in event.output_delta.token_ids]
+    assert ids == list(response.outputs[0].content.token_ids) == list(data)
+    assert response.finished.usage.output_token_count == len(data)
+
+
+async def test_incomplete_character_at_the_end_becomes_a_replacement(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary())
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: [ord("a"), 0xF0, 0x9F]}, FinishReason.LENGTH)
+    content = (await call).outputs[0].content
+    assert (content.text, list(content.token_ids)) == ("a\ufffd", [97, 0xF0, 0x9F])
+
+
+async def test_nothing_is_sent_before_admission(harness: Harness) -> None:
+    harness.engine.gate.clear()
+    call = harness.generation.StreamGenerateText(streamed())
+    metadata = asyncio.ensure_future(call.initial_metadata())
+    await harness.engine.arrival()
+    await asyncio.wait([metadata], timeout=0.2)
+    assert not metadata.done()
+    harness.engine.refusal = QueueFull("the queue is full", max_num_waiting=2)
+    harness.engine.gate.set()
+    failure = await failure_of(call)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert failure.details["ErrorInfo"].metadata["max_num_waiting"] == "2"
+    assert int(failure.trailers["grpc-retry-pushback-ms"]) > 0
+    assert len(await metadata) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ContextLengthExceeded("too long", prompt_token_count=5), grpc.StatusCode.INVALID_ARGUMENT),
+        (DeadlineInfeasible("too late"), grpc.StatusCode.DEADLINE_EXCEEDED),
+        (EngineUnavailable("gone"), grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_refusals_of_the_engine(harness: Harness, error: Any, code: grpc.StatusCode) -> None:
+    harness.engine.refusal = error
+    for call in (harness.generation.GenerateText(unary()), harness.generation.StreamGenerateText(streamed())):
+        failure = await failure_of(call)
+        assert (failure.code, failure.reason) == (code, error.reason)
+
+
+async def test_effective_values_are_echoed(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(priority=3, stopping={"stop_strings": ["x"], "ignore_eos": True}))
+    response = await complete(harness, call, "a")
+    started, [request] = response.started, harness.engine.submitted
+    assert started.sampling.temperature == request.sampling.temperature == 1.0
+    assert (started.sampling.top_k, started.sampling.top_p, started.sampling.min_p) == (0, 1.0, 0.0)
+    assert started.sampling.seed == request.sampling.seed
+    assert started.stopping.max_output_token_count == request.stopping.max_output_tokens == 995
+    assert list(started.stopping.stop_strings) == ["x"]
+    assert request.stopping.eos_token_ids == ()
+    assert started.output.return_token_ids
+    assert started.output.timing_level == timing_pb2.TIMING_LEVEL_SUMMARY
+    assert started.stopping.max_generation_duration.seconds == 600
+    assert started.priority == request.priority == 3
+
+
+async def test_what_was_echoed_can_be_requested_again(harness: Harness) -> None:
+    first = (await complete(harness, harness.generation.GenerateText(unary()), "a")).started
+    again = unary(
+        sampling=first.sampling,
+        stopping=first.stopping,
+        output=first.output,
+        cache=first.cache,
+        speculation=first.speculation,
+        priority=first.priority,
+    )
+    second = (await complete(harness, harness.generation.GenerateText(again), "a")).started
+    assert second.sampling == first.sampling
+    assert second.stopping == first.stopping
+
+
+async def test_temperature_zero_is_not_unset(harness: Harness) -> None:
+    response = await complete(harness, harness.generation.GenerateText(unary(sampling={"temperature": 0.0})), "a")
+    assert response.started.sampling.HasField("temperature")
+    assert response.started.sampling.temperature == harness.engine.submitted[0].sampling.temperature == 0.0
+
+
+async def test_seeds_are_kept_or_picked(harness: Harness) -> None:
+    for seed in (0, -5, 2**63 - 1):
+        response = await complete(harness, harness.generation.GenerateText(unary(sampling={"seed": seed})), "a")
+        assert response.started.sampling.seed == seed
+    picked = {
+        (await complete(harness, harness.generation.GenerateText(unary()), "a")).started.sampling.seed for _ in range(3)
+    }
+    assert len(picked) == 3
+    assert [request.sampling.seed for request in harness.engine.submitted[:3]] == [0, -5, 2**63 - 1]
+
+
+TOO_LONG = "x" * 1025
+BAD_SPECS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt_token_ids": {}}, "prompt_token_ids.ids"),
+    ({"prompt_token_ids": {"ids": [1, 2, 300]}}, "prompt_token_ids.ids[2]"),
+    ({"prompt_token_ids": {"ids": [-1]}}, "prompt_token_ids.ids[0]"),
+    ({"chat": {}}, "chat.messages"),
+    ({"chat": {"messages": [{"role": "ROLE_USER"}, {"content": "x"}]}}, "chat.messages[1].role"),
+    ({"chat": {"messages": [{"role": 99, "content": "x"}]}}, "chat.messages[0].role"),
+    ({"request_id": ""}, "request_id"),
+    ({"request_id": "x" * 65}, "request_id"),
+    ({"request_id": "sn\u00f6"}, "request_id"),
+    ({"request_id": "a\nb"}, "request_id"),
+    ({"sampling": {"temperature": math.nan}}, "sampling.temperature"),
+    ({"sampling": {"temperature": math.inf}}, "sampling.temperature"),
+    ({"sampling": {"temperature": -0.1}}, "sampling.temperature"),
+    ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
+    ({"sampling": {"top_p": 1.1}}, "sampling.top_p"),
+    ({"sampling": {"top_p": math.nan}}, "sampling.top_p"),
+    ({"sampling": {"top_k": -1}}, "sampling.top_k"),
+    ({"sampling": {"min_p": -math.inf}}, "sampling.min_p"),
+    ({"sampling": {"min_p": 2.0}}, "sampling.min_p"),
+    ({"stopping": {"max_output_token_count": 0}}, "stopping.max_output_token_count"),
+    ({"stopping": {"max_output_token_count": -1}}, "stopping.max_output_token_count"),
+    ({"stopping": {"min_output_token_count": -1}}, "stopping.min_output_token_count"),
+    ({"stopping": {"max_output_token_count": 2, "min_output_token_count": 3}}, "stopping.min_output_token_count"),
+    ({"stopping": {"stop_strings": ["ok", ""]}}, "stopping.stop_strings[1]"),
+    ({"stopping": {"stop_strings": [TOO_LONG]}}, "stopping.stop_strings[0]"),
+    ({"stopping": {"stop_strings": ["x"] * 1025}}, "stopping.stop_strings"),
+    ({"stopping": {"stop_token_ids": [300]}}, "stopping.stop_token_ids[0]"),
+    ({"stopping": {"stop_token_ids": [1] * 1025}}, "stopping.stop_token_ids"),
+    ({"stopping": {"max_generation_duration": Duration()}}, "stopping.max_generation_duration"),
+    ({"stopping": {"max_generation_duration": Duration(seconds=-1)}}, "stopping.max_generation_duration"),
+    ({"stopping": {"max_generation_duration": Duration(seconds=1, nanos=-1)}}, "stopping.max_generation_duration"),
+    ({"output": {"timing_level": 17}}, "output.timing_level"),
+    ({"priority": 101}, "priority"),
+    ({"priority": -101}, "priority"),
+    ({"sampling": {"output_count": 2}}, "sampling.output_count"),
+    ({"sampling": {"frequency_penalty": 0.5}}, "sampling.frequency_penalty"),
+    ({"sampling": {"logit_bias": {1: 2.0}}}, "sampling.logit_bias"),
+    ({"output": {"top_logprob_count": 1}}, "output.top_logprob_count"),
+    ({"output": {"prompt_logprobs": True}}, "output.prompt_logprobs"),
+    ({"output": {"echo_prompt": True}}, "output.echo_prompt"),
+    ({"constraint": {"regex": "a*"}}, "constraint"),
+    ({"constraint": {}}, "constraint"),
+    ({"cache": {"cache_salt": "s"}}, "cache.cache_salt"),
+    ({"speculation": {"draft_token_count": 4}}, "speculation.draft_token_count"),
+    ({"speculation": {"acceptance": 77}}, "speculation.acceptance"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path"), BAD_SPECS, ids=[f"{path}-{n}" for n, (_, path) in enumerate(BAD_SPECS)])
+async def test_bad_fields_are_refused_by_name(harness: Harness, fields: dict[str, Any], path: str) -> None:
+    failure = await failure_of(harness.generation.GenerateText(unary(**fields)))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert failure.fields == [path]
+    assert failure.message.startswith(path)
+    assert harness.engine.submitted == []
+
+
+async def test_missing_inputs_are_refused(harness: Harness) -> None:
+    request = GenerateTextRequest(spec=generation_pb2.GenerationSpec(model="toy"))
+    assert (await failure_of(harness.generation.GenerateText(request))).fields == ["input"]
+    assert (await failure_of(harness.generation.GenerateText(GenerateTextRequest()))).fields == ["spec"]
+
+
+async def test_unknown_fields_are_refused(harness: Harness) -> None:
+    request = unary(chat=chat_pb2.ChatInput(messages=[{"role": "ROLE_USER", "content": "x"}]))
+    request.spec.chat.messages[0].MergeFromString(bytes([0xF8, 0x07, 1]))  # field 127, varint
+    failure = await failure_of(harness.generation.GenerateText(request))
+    assert failure.fields == ["chat.messages[0].<127>"]
+    request = unary()
+    request.MergeFromString(bytes([0xF8, 0x07, 1]))
+    assert (await failure_of(harness.generation.GenerateText(request))).fields == ["<127>"]
+
+
+async def test_unknown_model(harness: Harness) -> None:
+    failure = await failure_of(harness.generation.GenerateText(unary(model="gpt-17")))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+    assert "toy" in failure.message
+
+
+async def test_prompt_that_fills_the_context(harness: Harness) -> None:
+    failure = await failure_of(harness.generation.GenerateText(unary(prompt="x" * 1000)))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+    assert failure.details["ErrorInfo"].metadata["prompt_token_count"] == "1000"
+
+
+async def test_large_message_is_refused_and_the_server_goes_on(harness: Harness) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await harness.generation.GenerateText(unary(prompt="x" * (5 << 20)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await harness.generation.StreamGenerateText(streamed(prompt="x" * (5 << 20))).read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await complete(harness, harness.generation.GenerateText(unary()), "a")).outputs
+
+
+async def test_garbage_is_a_malformed_request(harness: Harness) -> None:
+    call = harness.channel.unary_unary("/foreword.v1.GenerationService/GenerateText")(b"\xff\xff\xff")
+    failure = await failure_of(call)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+
+
+@pytest.mark.parametrize(("include_stop", "text"), [(False, "one "), (True, "one two")])
+async def test_stop_string_ends_the_generation(harness: Harness, include_stop: bool, text: str) -> None:
+    stopping = {"stop_strings": ["two"], "include_stop": include_stop}
+    call = harness.generation.GenerateText(unary(stopping=stopping))
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: "one t"})
+    harness.engine.step({sequence: "wo three"})
+    response = await call
+    output = response.outputs[0]
+    assert (output.content.text, bytes(output.content.token_ids)) == (text, text.encode())
+    assert output.finished.finish_reason == stopping_pb2.FINISH_REASON_STOP_STRING
+    assert output.finished.stop_string == "two"
+    assert response.finished.usage.output_token_count == len(text)
+    assert harness.engine.forgotten == [sequence.request.request_key]
+
+
+async def test_text_that_may_become_a_stop_string_is_held(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed(stopping={"stop_strings": ["END"]}))
+    [sequence] = await harness.engine.arrival()
+    await call.read()
+    harness.engine.step({sequence: "a E"})
+    delta = (await call.read()).events[0].output_delta
+    assert (delta.text, bytes(delta.token_ids)) == ("a ", b"a ")
+    harness.engine.step({sequence: "x"}, FinishReason.LENGTH)
+    assert text_of(list((await call.read()).events)) == "Ex"
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_stop_string_before_eos_in_one_step_wins(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(stopping={"stop_strings": ["b"]}))
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: [*b"abc", EOS]}, FinishReason.EOS)
+    output = (await call).outputs[0]
+    assert (output.content.text, output.finished.finish_reason) == ("a", stopping_pb2.FINISH_REASON_STOP_STRING)
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+async def test_eos_is_part_of_the_output_only_when_asked_for(harness: Harness, include_stop: bool) -> None:
+    call = harness.generation.GenerateText(unary(stopping={"include_stop": include_stop}))
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: "ab"})
+    harness.engine.step({sequence: [EOS]}, FinishReason.EOS)
+    response = await call
+    output = response.outputs[0]
+    assert output.content.text == "ab"
+    assert list(output.content.token_ids) == [97, 98, *([EOS] if include_stop else [])]
+    assert (output.finished.finish_reason, output.finished.stop_token_id) == (stopping_pb2.FINISH_REASON_EOS, EOS)
+    assert response.finished.usage.output_token_count == 2 + include_stop
+
+
+async def test_stop_token_drawn_first_leaves_an_empty_output(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(stopping={"stop_token_ids": [120]}, output={"logprobs": True}))
+    [sequence] = await harness.engine.arrival()
+    assert sequence.request.stopping.stop_token_ids == (120,)
+    harness.engine.step({sequence: "x"}, FinishReason.STOP_TOKEN)
+    response = await call
+    assert response.outputs[0].finished.stop_token_id == 120
+    assert list(response.outputs[0].content.token_ids) == []
+    assert not response.finished.timing.HasField("first_token_duration_micros")
+    assert response.finished.usage.output_token_count == 0
+
+
+async def test_optional_arrays(harness: Harness) -> None:
+    fields = {"logprobs": True, "return_token_bytes": True}
+    content = (
+        (await complete(harness, harness.generation.GenerateText(unary(output=fields)), "ab", "c")).outputs[0].content
+    )
+    assert list(content.logprobs) == [-0.5] * 3
+    assert list(content.token_bytes) == [b"a", b"b", b"c"]
+    fields = {"return_token_ids": False}
+    response = await complete(harness, harness.generation.GenerateText(unary(output=fields)), "ab")
+    assert (response.outputs[0].content.text, len(response.outputs[0].content.token_ids)) == ("ab", 0)
+    assert response.finished.usage.output_token_count == 2
+
+
+async def test_chat_goes_through_the_template(harness: Harness) -> None:
+    chat = chat_pb2.ChatInput(
+        messages=[{"role": "ROLE_SYSTEM", "content": "be brief"}, {"role": "ROLE_USER", "content": "<s>"}]
+    )
+    await complete(harness, harness.generation.GenerateText(unary(chat=chat)), "ab")
+    [request] = harness.engine.submitted
+    expected = [256, *b"system: be brief", 257, 256, *b"user: <s>", 257, 256, *b"assistant: "]
+    assert list(request.prompt_token_ids) == expected
+
+
+async def test_token_ids_are_used_as_they_are(harness: Harness) -> None:
+    ids = tokens_pb2.TokenIds(ids=[256, 7, 299])
+    await complete(harness, harness.generation.GenerateText(unary(prompt_token_ids=ids)), "ab")
+    assert list(harness.engine.submitted[0].prompt_token_ids) == [256, 7, 299]
+
+
+async def test_time_limit_finishes_with_ok(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(stopping={"max_generation_duration": Duration(seconds=2)}), timeout=50)
+    response = await complete(harness, call, "ab", "c", finish=FinishReason.DEADLINE)
+    [request] = harness.engine.submitted
+    assert request.deadline_ns - request.arrival_ns == 2_000_000_000
+    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_TIME_LIMIT
+    assert response.finished.usage.output_token_count == 3
+
+
+async def test_rpc_deadline_reaches_the_scheduler(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed(), timeout=30)
+    [sequence] = await harness.engine.arrival()
+    left_s = (sequence.request.deadline_ns - sequence.request.arrival_ns) / 1e9
+    assert 25 < left_s <= 30
+    harness.engine.step({sequence: "ab"}, FinishReason.DEADLINE)
+    failure = await failure_of(call)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+
+
+async def test_passed_rpc_deadline_frees_the_sequence(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed(), timeout=0.3)
+    [sequence] = await harness.engine.arrival()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_events(call)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await harness.registry.wait_until_empty()
+    assert sequence.request.request_key in harness.engine.forgotten
+
+
+async def test_cancel_generation_is_idempotent(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed(request_id="r1"))
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: "ab"})
+    outcome = await harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r1"))
+    assert outcome.outcome == CANCEL_OUTCOME_CANCELLED
+    events = await read_events(call)
+    assert text_of(events) == "ab"
+    assert events[-2].output_finished.finish_reason == stopping_pb2.FINISH_REASON_CANCELLED
+    assert events[-1].finished.usage.output_token_count == 2
+    await harness.registry.wait_until_empty()
+    for _ in range(2):
+        outcome = await harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r1"))
+        assert outcome.outcome == CANCEL_OUTCOME_ALREADY_FINISHED
+
+
+async def test_cancel_of_unknown_generations(harness: Harness) -> None:
+    failure = await failure_of(harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r9")))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
+    failure = await failure_of(harness.generation.CancelGeneration(CancelGenerationRequest()))
+    assert failure.fields == ["request_id"]
+
+
+async def test_cancel_while_waiting_for_admission(harness: Harness) -> None:
+    harness.engine.gate.clear()
+    call = harness.generation.GenerateText(unary(request_id="r1"))
+    await harness.engine.arrival()
+    await harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r1"))
+    harness.engine.gate.set()
+    response = await call
+    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_CANCELLED
+
+
+async def test_cancel_while_the_prompt_is_tokenized(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def encode(_: object, text: str) -> np.ndarray[Any, Any]:
+        begun.set()
+        await go_on.wait()
+        return np.zeros(3, np.int32)
+
+    monkeypatch.setattr(TextProcessor, "encode", encode)
+    call = harness.generation.StreamGenerateText(streamed(request_id="r1"))
+    await begun.wait()
+    await harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r1"))
+    go_on.set()
+    events = await read_events(call)
+    assert [event.WhichOneof("event") for event in events] == ["started", "output_finished", "finished"]
+    assert events[1].output_finished.finish_reason == stopping_pb2.FINISH_REASON_CANCELLED
+    assert harness.engine.submitted == []
+
+
+async def test_cancel_inside_the_server_reaches_the_client(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def submit(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(harness.engine, "submit", submit)
+    failure = await asyncio.wait_for(failure_of(harness.generation.GenerateText(unary())), 5)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.CANCELLED, "CANCELLED")
+
+
+async def test_request_ids_are_unique_while_active(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(request_id="r1"))
+    await harness.engine.arrival()
+    failure = await failure_of(harness.generation.GenerateText(unary(request_id="r1")))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_ACTIVE")
+    await complete(harness, call, "a")
+    await complete(harness, harness.generation.GenerateText(unary(request_id="r1")), "a")
+    keys = [request.request_key for request in harness.engine.submitted]
+    assert len(set(keys)) == len(keys) == 2
+
+
+@pytest.mark.parametrize("phase", ["admission", "queue", "prefill", "decode", "last message"])
+async def test_disconnect_frees_everything(harness: Harness, phase: str) -> None:
+    if phase == "admission":
+        harness.engine.gate.clear()
+    call = harness.generation.StreamGenerateText(streamed())
+    [sequence] = await harness.engine.arrival()
+    if phase != "admission":
+        await call.read()
+    if phase == "prefill":
+        harness.engine.step({sequence: []})
+    if phase == "decode":
+        harness.engine.step({sequence: "abc"})
+        await call.read()
+    if phase == "last message":
+        harness.engine.step({sequence: "abc"}, FinishReason.LENGTH)
+    call.cancel()
+    await asyncio.wait_for(harness.registry.wait_until_empty(), 5)
+    assert harness.engine.sequences == {}
+    assert (sequence.request.request_key in harness.engine.forgotten) == (phase != "last message")
+    harness.engine.gate.set()
+    assert (await complete(harness, harness.generation.GenerateText(unary()), "a")).outputs
+
+
+async def test_disconnect_of_a_unary_call(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary())
+    [sequence] = await harness.engine.arrival()
+    call.cancel()
+    await asyncio.wait_for(harness.registry.wait_until_empty(), 5)
+    assert harness.engine.forgotten == [sequence.request.request_key]
+
+
+async def test_engine_death_ends_streams_as_unavailable(harness: Harness) -> None:
+    call = harness.generation.StreamGenerateText(streamed())
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: "ab"})
+    harness.engine.fail(EngineUnavailable("engine process exited with code -9"))
+    failure = await failure_of(call)
+    assert (failure.code, failure.message) == (grpc.StatusCode.UNAVAILABLE, "engine process exited with code -9")
+    assert failure.details["RetryInfo"].retry_delay.ToMilliseconds() == int(failure.trailers["grpc-retry-pushback-ms"])
+
+
+async def test_no_engine_is_unavailable(harness: Harness) -> None:
+    harness.engine.ready, harness.engine.info = False, None
+    failure = await failure_of(harness.generation.GenerateText(unary()))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+    assert "loading" in failure.message
+
+
+@pytest.mark.parametrize("finish", ["step fault", "not finite"])
+async def test_engine_faults_are_internal(harness: Harness, finish: str) -> None:
+    call = harness.generation.GenerateText(unary(request_id="r1"))
+    [sequence] = await harness.engine.arrival()
+    if finish == "step fault":
+        harness.engine.fail(EngineFault("the step failed", request_id="r1"))
+    else:
+        harness.engine.step({sequence: []}, FinishReason.FAILED)
+    failure = await failure_of(call)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
+    assert failure.details["ErrorInfo"].metadata["request_id"] == "r1"
+
+
+@pytest.mark.parametrize("where", ["handler", "sink"])
+async def test_unexpected_exceptions_are_redacted(
+    harness: Harness, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret prompt")
+
+    if where == "handler":
+        monkeypatch.setattr(harness.engine, "submit", fail)
+    call = harness.generation.GenerateText(unary(request_id="r1"))
+    if where == "sink":
+        [sequence] = await harness.engine.arrival()
+        monkeypatch.setattr(sequence.sink, "_advance", fail)
+        harness.engine.step({sequence: "a"})
+        assert harness.engine.forgotten == [sequence.request.request_key]
+    failure = await failure_of(call)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
+    assert "secret" not in failure.message
+    assert failure.details["ErrorInfo"].metadata["request_id"] == "r1"
+
+
+def check_identity(timing: timing_pb2.GenerationTiming) -> None:
+    parts = (
+        timing.tokenize_duration_micros
+        + timing.constraint_compile_duration_micros
+        + timing.queue_duration_micros
+        + timing.prefill_duration_micros
+        + timing.delivery_duration_micros
+    )
+    assert timing.first_token_duration_micros == parts > 0
+
+
+async def test_first_token_duration_is_the_sum_of_its_parts(harness: Harness) -> None:
+    response = await complete(harness, harness.generation.GenerateText(unary()), "", "", "a", "b", "c")
+    timing = response.finished.timing
+    check_identity(timing)
+    assert timing.total_duration_micros >= timing.first_token_duration_micros + timing.decode_duration_micros
+    assert (timing.step_count, timing.device) == (5, "cpu")
+    assert timing.inter_token_latency.max_micros >= timing.inter_token_latency.p50_micros > 0
+
+    call = harness.generation.StreamGenerateText(streamed())
+    [sequence] = await harness.engine.arrival()
+    await call.read()
+    harness.engine.step({sequence: "a"})
+    await call.read()
+    harness.engine.step({sequence: "bcd"}, FinishReason.LENGTH)
+    events = await read_events(call)
+    check_identity(events[-1].finished.timing)
+    latency = events[-2].output_finished.timing.inter_token_latency
+    assert (latency.p50_micros, latency.p99_micros) == (0, latency.max_micros)
+    trailers = dict(await call.trailing_metadata())
+    assert int(trailers["foreword-ttft-us"]) == events[-1].finished.timing.first_token_duration_micros
+
+
+async def test_timing_levels(harness: Harness) -> None:
+    none = await complete(harness, harness.generation.GenerateText(unary(output={"timing_level": 1})), "a")
+    assert not none.finished.HasField("timing")
+    assert not none.outputs[0].finished.HasField("timing")
+    assert not none.outputs[0].content.step_timings
+
+    call = harness.generation.StreamGenerateText(streamed(output={"timing_level": 3}))
+    [sequence] = await harness.engine.arrival()
+    await call.read()
+    harness.engine.step({sequence: [ord("a"), 0xC3]}, num_drafted=3, num_accepted=1)
+    first = (await call.read()).events[0].output_delta
+    harness.engine.step({sequence: [0xA9, ord("b")]}, FinishReason.LENGTH)
+    second, _, last = (await call.read()).events
+    second = second.output_delta
+    assert await call.read() is grpc.aio.EOF
+    assert [(step.step_id, step.token_count) for step in first.step_timings] == [(2, 1)]
+    assert [(step.step_id, step.token_count) for step in second.step_timings] == [(2, 1), (3, 2)]
+    step = first.step_timings[0]
+    assert (step.step_kind, step.draft_token_count, step.accepted_draft_token_count) == (
+        timing_pb2.STEP_KIND_PREFILL,
+        3,
+        1,
+    )
+    assert (step.step_duration_micros, step.verify_duration_micros) == (2000, 1500)
+    assert step.emit_offset_micros >= step.sample_offset_micros > 0
+    timing = last.finished.timing
+    known = timing.tokenize_duration_micros + timing.queue_duration_micros + timing.prefill_duration_micros
+    assert known == step.sample_offset_micros
+    assert list(timing.acceptance_histogram) == [0, 1]
+    assert (last.finished.usage.draft_token_count, last.finished.usage.accepted_draft_token_count) == (3, 1)
+    assert (step.hold_duration_micros, second.step_timings[0].hold_duration_micros > 0) == (0, True)
+    assert second.step_timings[1].hold_duration_micros == 0
+
+
+class TestSlowReader:
+    @pytest.fixture
+    def config(self) -> ServerConfig:
+        return ServerConfig(listen_address="127.0.0.1:0", stream_buffer_tokens=64, stall_budget_s=0.5)
+
+    async def test_pauses_only_its_own_sequence_and_goes_on(self, harness: Harness) -> None:
+        call = harness.generation.StreamGenerateText(streamed(request_id="slow"))
+        [slow] = await harness.engine.arrival()
+        sent = await self._fill(harness, slow)
+        assert slow.calls[-1] == "pause"
+        other = harness.generation.GenerateText(unary(request_id="quick"))
+        [_, quick] = await harness.engine.arrival(2)
+        harness.engine.step({quick: "quick"}, FinishReason.LENGTH)
+        assert (await other).outputs[0].content.text == "quick"
+        received = 0
+        while received < sent:
+            received += sum(len(event.output_delta.text) for event in (await call.read()).events)
+        assert slow.calls[-1] == "resume"
+        harness.engine.step({slow: "z"}, FinishReason.LENGTH)
+        events = await read_events(call)
+        assert events[-1].finished.usage.output_token_count == sent + 1
+        assert events[-1].finished.timing.blocked_duration_micros > 0
+
+    async def test_is_aborted_after_the_stall_budget(self, harness: Harness) -> None:
+        call = harness.generation.StreamGenerateText(streamed(request_id="slow"))
+        [slow] = await harness.engine.arrival()
+        await self._fill(harness, slow)
+        await asyncio.wait_for(harness.registry.wait_until_empty(), 5)
+        assert harness.engine.forgotten == [slow.request.request_key]
+        failure = await failure_of(call)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "CLIENT_STALLED")
+
+    async def _fill(self, harness: Harness, sequence: Any) -> int:
+        """Generate for a client that does not read until the front end pauses the sequence."""
+        sent = 0
+        while not sequence.is_paused:
+            harness.engine.step({sequence: "x" * 60})
+            sent += 60
+            assert sent < 10_000_000
+            # a pause that lasts is due to the client, not to the time that a write takes
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._resumed(sequence), 0.2)
+        return sent
+
+    async def _resumed(self, sequence: Any) -> None:
+        while sequence.is_paused:
+            await asyncio.sleep(0)
+
+
+async def test_many_generations_leave_nothing(harness: Harness) -> None:
+    async def one(index: int) -> str:
+        call = harness.generation.GenerateText(unary(prompt=f"{index}"))
+        return str((await call).outputs[0].content.text)
+
+    calls = [asyncio.ensure_future(one(index)) for index in range(64)]
+    sequences = await harness.engine.arrival(64)
+    for round_index in range(3):
+        harness.engine.step(
+            {each: bytes(each.request.prompt_token_ids.tolist()).decode() for each in sequences},
+            FinishReason.LENGTH if round_index == 2 else FinishReason.NONE,
+        )
+    assert await asyncio.gather(*calls) == [f"{index}" * 3 for index in range(64)]

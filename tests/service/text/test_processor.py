@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
+from foreword.scheduler.errors import CheckpointError, InvalidField
+from foreword.service.text.chat_template import ChatMessage
+from foreword.service.text.processor import TextProcessor
+from foreword.service.text.tokenizer import Tokenizer
+
+
+@dataclass
+class TextOnly(Checkpoint):
+    """A checkpoint of which only the text side exists."""
+
+    json_text: str
+    config: Mapping[str, Any]
+    chat_template: ChatTemplate | None = None
+    path: Path = Path("model")
+    architecture: str = "LlamaForCausalLM"
+    eos_token_ids: tuple[int, ...] = ()
+
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset()
+
+    def tensor(self, name: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def tokenizer_json(self) -> str:
+        return self.json_text
+
+
+@pytest.fixture(scope="module")
+def processor(default_checkpoint: Checkpoint) -> Iterator[TextProcessor]:
+    processor = TextProcessor(default_checkpoint, num_threads=3)
+    yield processor
+    processor.close()
+
+
+async def test_chat(processor: TextProcessor, default_tokenizer: Tokenizer) -> None:
+    rendered = await processor.encode_chat([ChatMessage("user", "Say <|im_end|>")])
+    assert rendered.text.endswith("<|im_start|>user\nSay <|im_end|><|im_end|>\n<|im_start|>assistant\n")
+    assert rendered.token_ids.tolist().count(2) == 2  # the system's and the user's end, not the one that is said
+    assert default_tokenizer.decode(rendered.token_ids, include_special_tokens=True) == rendered.text
+    without = await processor.encode_chat([ChatMessage("user", "Say <|im_end|>")], add_generation_prompt=False)
+    assert rendered.text == without.text + "<|im_start|>assistant\n"
+
+
+async def test_text(processor: TextProcessor, default_tokenizer: Tokenizer) -> None:
+    ids = await processor.encode("Hello <|im_end|>")
+    assert ids.tolist() == default_tokenizer.encode("Hello <|im_end|>").tolist()
+    assert await processor.decode(ids) == "Hello <|im_end|>"
+    assert await processor.decode([1, 2]) == ""
+    assert await processor.decode([1, 2], include_special_tokens=True) == "<|im_start|><|im_end|>"
+    tokenized = await processor.tokenize("Hello <|im_end|>", parse_special_tokens=True)
+    assert tokenized.token_ids[-1] == 2
+    assert tokenized.offsets[-1].tolist() == [6, 16]
+    assert processor.vocabulary.bytes_of(2) == b"<|im_end|>"
+
+
+async def test_many_at_once(processor: TextProcessor, default_tokenizer: Tokenizer) -> None:
+    texts = [f"number {i} " * (i % 50) for i in range(300)]
+    results = await asyncio.gather(*map(processor.encode, texts))
+    assert [ids.tolist() for ids in results] == [default_tokenizer.encode(text).tolist() for text in texts]
+
+
+async def test_a_long_text_does_not_block_the_loop(processor: TextProcessor) -> None:
+    await processor.start()
+    work = asyncio.ensure_future(processor.encode("some words of a long text " * 40_000))
+    turns = 0
+    while not work.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 100
+    assert len(work.result()) > 200_000
+
+
+async def test_prompts_begin_as_the_model_expects(sentencepiece_json: str) -> None:
+    processor = TextProcessor(TextOnly(sentencepiece_json, {"vocab_size": 300}), num_threads=1)
+    assert (await processor.encode("hello")).tolist()[0] == 1
+    tokenized = await processor.tokenize("hello", add_special_tokens=True)
+    assert tokenized.token_ids[0] == 1
+    assert tokenized.offsets[0].tolist() == [0, 0]
+    assert (await processor.tokenize("hello")).token_ids[0] != 1
+    with pytest.raises(InvalidField, match="chat: the model has no chat template"):
+        await processor.encode_chat([ChatMessage("user", "a")])
+    processor.close()
+
+
+async def test_bos_in_a_template_is_not_doubled(sentencepiece_json: str) -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", "<s>", "</s>")
+    processor = TextProcessor(TextOnly(sentencepiece_json, {"vocab_size": 300}, template), num_threads=1)
+    rendered = await processor.encode_chat([ChatMessage("user", "hello")])
+    assert rendered.text == "<s>hello"
+    assert rendered.token_ids.tolist().count(1) == 1
+    processor.close()
+
+
+@pytest.mark.parametrize("config", [{}, {"vocab_size": "many"}, {"vocab_size": 7}])
+def test_vocabulary_must_fit(sentencepiece_json: str, config: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        TextProcessor(TextOnly(sentencepiece_json, config))
+
+
+async def test_start_prepares_every_thread_and_close_ends_them(default_checkpoint: Checkpoint) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    before = set(threading.enumerate())
+    processor = TextProcessor(default_checkpoint, num_threads=3)
+    await processor.start()
+    assert len([thread for thread in threading.enumerate() if thread not in before]) == 3
+    assert len((await processor.encode_chat([ChatMessage("user", "a")])).token_ids) > 5
+    processor.close()
+    assert set(threading.enumerate()) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
