@@ -53,6 +53,11 @@ class Generation:
         return self.outputs[0].content.token_ids
 
     @property
+    def logprobs(self) -> Sequence[float]:
+        """Log probabilities parallel to `token_ids`, when `logprobs` asked for them."""
+        return self.outputs[0].content.logprobs
+
+    @property
     def finish_reason(self) -> str:
         """Why it ended, without the enum's prefix: "EOS", "LENGTH", ..."""
         return FinishReason.Name(self.outputs[0].finished.finish_reason).removeprefix("FINISH_REASON_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -148,6 +149,10 @@ def load_runner(
 
 
 def _open_backend(config: DeviceConfig) -> Backend[Any]:
-    from foreword.gpu.backends.cpu_backend import CpuBackend  # imports torch, which takes a second
+    # Threads that spin long between parallel regions starve each other whenever another process wants the processor:
+    # steps then take ten times as long. A short spin bridges the gaps within a step. OpenMP reads this once, when torch
+    # is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from foreword.gpu.backends.cpu_backend import CpuBackend  # torch takes a second to import
 
     return CpuBackend(config.dtype, config.num_threads)

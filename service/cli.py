@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from foreword.clients import AsyncClient, Client, ForewordClientError, Message
+from foreword.clients import AsyncClient, Client, ForewordClientError, GenerationOptions, Message
 from foreword.scheduler.errors import ConfigError, ForewordError
 from foreword.service.config import ArgumentParser, ServerConfig, add_server_flags, read_server_config
 from foreword.service.logs import configure_logging
@@ -94,7 +94,6 @@ def _add_generation_flags(parser: ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     async def body(server: Any, shutdown: Any) -> None:
-        _announce(server)
         await shutdown.wait()
 
     return _run_server(read_server_config(vars(options)), body)
@@ -105,16 +104,7 @@ def _demo(options: argparse.Namespace) -> int:
     options.log_level = options.log_level or "warning"
 
     async def body(server: Any, shutdown: Any) -> None:
-        _announce(server)
-        async with AsyncClient(server.address) as client:
-            write_line(f"\n> {DEMO_QUESTION}\n")
-            messages = [Message("user", DEMO_QUESTION)]
-            async with client.stream(
-                messages, max_output_token_count=DEMO_MAX_OUTPUT_TOKENS, temperature=0.0
-            ) as stream:
-                async for delta in stream:
-                    write_piece(delta.text)
-                write_line(f"\n\n{timing_summary(await stream.result())}")
+        await _show_answer(server.address)
         if options.serve:
             write_line("\nServing until Ctrl-C. Try: foreword chat")
             await shutdown.wait()
@@ -122,11 +112,31 @@ def _demo(options: argparse.Namespace) -> int:
     return _run_server(read_server_config(vars(options)), body)
 
 
+async def _show_answer(address: str) -> None:
+    write_line(f"\n> {DEMO_QUESTION}\n")
+    question = [Message("user", DEMO_QUESTION)]
+    settings: GenerationOptions = {"max_output_token_count": DEMO_MAX_OUTPUT_TOKENS, "temperature": 0.0}
+    async with AsyncClient(address) as client, client.stream(question, **settings) as stream:
+        async for delta in stream:
+            write_piece(delta.text)
+        write_line(f"\n\n{timing_summary(await stream.result())}")
+
+
 def _run_server(config: ServerConfig, body: Any) -> int:
     from foreword.service.server import serve  # the other commands start faster without it
 
     configure_logging(config.log_level, json=config.log_format == "json")
-    asyncio.run(serve(config, LoadProgress(), body))
+    progress = LoadProgress()
+
+    async def announced(server: Any, shutdown: Any) -> None:
+        progress.finish()
+        _announce(server)
+        await body(server, shutdown)
+
+    try:
+        asyncio.run(serve(config, progress, announced))
+    finally:
+        progress.finish()
     return 0
 
 
@@ -160,14 +170,14 @@ def _chat(options: argparse.Namespace) -> int:
             line = sys.stdin.readline().strip()
             if not line:
                 return 0
-            messages.append(Message("user", line))
-            # Ctrl-C ends the answer, not the conversation
-            with contextlib.suppress(KeyboardInterrupt), client.stream(messages, **settings) as stream:
+            turns = [*messages, Message("user", line)]
+            # Ctrl-C ends the answer, not the conversation, which goes on as if the question had not been asked
+            with contextlib.suppress(KeyboardInterrupt), client.stream(turns, **settings) as stream:
                 for delta in stream:
                     write_piece(delta.text)
                 if options.timing:
                     write_note("\n" + timing_summary(stream.result()))
-                messages.append(stream.result().message)
+                messages = [*turns, stream.result().message]
             write_line()
 
 
@@ -196,7 +206,7 @@ def _client(options: argparse.Namespace) -> Client:
         raise ConfigError(f"--target: {error}") from None
 
 
-def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
+def _generation_options(options: argparse.Namespace) -> GenerationOptions:
     return {
         "model": options.model,
         "max_output_token_count": options.max_output_tokens,

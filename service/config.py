@@ -59,7 +59,7 @@ class ServerConfig:
 
     tokenizer_threads: int = _setting("stream", Integer(1, 256), 2, "threads that turn text into tokens")
     stream_buffer_tokens: int = _setting(
-        "stream", Integer(1), 256, "tokens kept for a client that does not read, before its sequence pauses"
+        "stream", Integer(1, 8192), 256, "tokens kept for a client that does not read, before its sequence pauses"
     )
     stall_budget_s: float = _setting(
         "stream", Float(0.001), 60.0, "time a client may leave a message unread before its generation is aborted"

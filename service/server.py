@@ -144,7 +144,10 @@ class Server:
             else:
                 port = self._server.add_insecure_port(address)
         except RuntimeError:
-            raise ConfigError(f"listen_address: cannot listen on {address}") from None
+            cause = "tls_certificate, tls_private_key: no certificate chain in PEM format, or not its key"
+            raise ConfigError(
+                cause if self._config.has_tls else f"listen_address: cannot listen on {address}"
+            ) from None
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def _follow_health(self) -> None:

@@ -142,4 +142,4 @@ def _mapping_of(error: errors.ForewordError) -> _Mapping:
 
 def _clip(text: str) -> str:
     encoded = text.encode("utf-8", "replace")
-    return text if len(encoded) <= _MAX_TEXT else encoded[:_MAX_TEXT].decode("utf-8", "ignore") + "…"
+    return encoded.decode() if len(encoded) <= _MAX_TEXT else encoded[:_MAX_TEXT].decode("utf-8", "ignore") + "…"

@@ -47,6 +47,7 @@ class LoadProgress:
         if self._is_terminal and self._stage:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+        self._stage = ""
 
 
 def timing_summary(generation: Generation) -> str:

@@ -29,8 +29,8 @@ class CpuBackend(Backend[torch.Tensor]):
     """PyTorch tensors on the CPU.
 
     Keys lie as `[num_layers, num_blocks, G, D, block_size]` in the cache, values as
-    `[num_layers, num_blocks, G, block_size, D]`, so that a vector register takes sixteen keys of one dimension, and
-    sixteen dimensions of one value.
+    `[num_layers, num_blocks, G, block_size, D]`, so that a vector register takes one dimension of several
+    keys, and several dimensions of one value.
     """
 
     device = "cpu"
@@ -118,7 +118,7 @@ class CpuBackend(Backend[torch.Tensor]):
     def _padded_rows(self, rows: int, weight: torch.Tensor) -> int:
         if self._bf16:
             return max(rows, 2, ONEDNN_MULTIPLICATIONS // weight.numel() + 1)
-        return rows
+        return -(-rows // 16) * 16
 
     def rotate_and_store(
         self,

@@ -29,8 +29,8 @@ INLINE void rms_norm_body(float *stream, const void *delta, const float *weight,
 }
 
 /* stream += delta (when there is one); out = stream / rms(stream) * weight. All [width]. */
-CPU_CLONES static void rms_norm(float *stream, const void *delta, const float *weight, void *out, int64_t width, float eps,
-                            int bf16) {
+CPU_CLONES static void rms_norm(float *stream, const void *delta, const float *weight, void *out, int64_t width,
+                                float eps, int bf16) {
     if (bf16)
         rms_norm_body(stream, delta, weight, out, width, eps, 1);
     else
@@ -57,7 +57,8 @@ CPU_CLONES static void silu_and_mul(const void *gate_up, void *out, int64_t widt
 
 /* ---- KV cache ------------------------------------------------------------------------------------------------- */
 
-/* One layer of the paged cache. Keys lie transposed inside a block, so that sixteen keys fill a vector. */
+/* One layer of the paged cache. Keys lie transposed inside a block, so that a vector takes
+ * one dimension of several keys. */
 typedef struct {
     void *keys;         /* [num_blocks, G, D, block_size] */
     void *values;       /* [num_blocks, G, block_size, D], readable for LANES elements past the end */
@@ -102,8 +103,8 @@ INLINE void rotate_and_store_body(void *qkv, const float *cos, const float *sin,
 }
 
 /* Rotate the query and key heads of one token's qkv [(H + 2 G) * D] in place; put key and value into their slot. */
-CPU_CLONES static void rotate_and_store(void *qkv, const float *cos, const float *sin, const paged_cache *cache, int64_t slot,
-                                    int64_t num_heads, int bf16) {
+CPU_CLONES static void rotate_and_store(void *qkv, const float *cos, const float *sin, const paged_cache *cache,
+                                        int64_t slot, int64_t num_heads, int bf16) {
     if (bf16)
         rotate_and_store_body(qkv, cos, sin, cache, slot, num_heads, 1);
     else
@@ -113,18 +114,18 @@ CPU_CLONES static void rotate_and_store(void *qkv, const float *cos, const float
 /* ---- attention ------------------------------------------------------------------------------------------------ */
 
 enum {
-    TILE = 4 * LANES, /* keys between two rescalings of the running softmax */
-    MAX_HEADS = 4,    /* query heads that share one pass over the keys */
-    WIDE = 4,         /* vectors of one value row held in registers at once */
+    TILE = 64,     /* keys between two rescalings of the running softmax */
+    MAX_HEADS = 4, /* query heads that share one pass over the keys */
+    WIDE = 4,      /* vectors of one value row held in registers at once */
     MAX_HEAD_DIM = 256,
     HEAD_STRIDE = MAX_HEAD_DIM + LANES
 };
 
 /* scores[h] of keys [start, start + TILE) for the query heads; -inf outside [first, last]. */
-INLINE void tile_scores(const float *queries, int heads, const int32_t *blocks, const paged_cache *cache, int64_t kv_head,
-                        int64_t start, int64_t first, int64_t last, floats scores[][TILE / LANES], int bf16) {
+INLINE void tile_scores(const float *queries, int heads, const int32_t *blocks, const paged_cache *cache,
+                        int64_t kv_head, int64_t start, int64_t first, int64_t last, floats scores[][TILE / LANES],
+                        int bf16) {
     int64_t dim = cache->head_dim, size = cache->block_size;
-    ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int part = 0; part < TILE / LANES; part++) {
         int64_t base = start + part * LANES;
         if (base > last || base + LANES <= first) {
@@ -142,7 +143,7 @@ INLINE void tile_scores(const float *queries, int heads, const int32_t *blocks, 
                 odd[h] += queries[h * HEAD_STRIDE + d + 1] * k1;
             }
         }
-        ints position = lane + (int32_t)base;
+        ints position = LANE_IDS + (int32_t)base;
         ints valid = (position >= (int32_t)first) & (position <= (int32_t)last);
         for (int h = 0; h < heads; h++) scores[h][part] = choose(valid, even[h] + odd[h], splat(-INFINITY));
     }
@@ -200,7 +201,8 @@ INLINE void attend_heads(const void *queries, int64_t query, int heads, const in
         float weights[MAX_HEADS][TILE];
         tile_scores(scaled, heads, blocks, cache, kv_head, start, first, last, scores, bf16);
         for (int h = 0; h < heads; h++) {
-            floats highest = max_of(max_of(scores[h][0], scores[h][1]), max_of(scores[h][2], scores[h][3]));
+            floats highest = scores[h][0];
+            for (int part = 1; part < TILE / LANES; part++) highest = max_of(highest, scores[h][part]);
             float tile_peak = lane_max(highest);
             float new_peak = tile_peak > peak[h] ? tile_peak : peak[h];
             floats sum = {0};
@@ -238,8 +240,9 @@ INLINE void attention_body(const void *queries, const int32_t *blocks, const pag
 /* One token's query heads that share `kv_head`, over keys at positions [first, last] of its sequence.
  *
  * queries, out: [H * D] of the token. blocks: the sequence's block table. group: query heads per KV head. */
-CPU_CLONES static void attention(const void *queries, const int32_t *blocks, const paged_cache *cache, int64_t kv_head,
-                             int64_t group, int64_t first, int64_t last, float scale, void *out, int bf16) {
+CPU_CLONES static void attention(const void *queries, const int32_t *blocks, const paged_cache *cache,
+                                 int64_t kv_head, int64_t group, int64_t first, int64_t last, float scale, void *out,
+                                 int bf16) {
     if (bf16)
         attention_body(queries, blocks, cache, kv_head, group, first, last, scale, out, 1);
     else

@@ -1,5 +1,6 @@
 # distutils: extra_compile_args = -fopenmp -Wno-psabi
 # distutils: extra_link_args = -fopenmp
+# distutils: depends = gpu/backends/simd.h
 """Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
 
 from cython.parallel cimport prange, threadid
@@ -48,8 +49,8 @@ VECTOR_LANES = LANES
 HEAD_DIM_LIMIT = MAX_HEAD_DIM
 NOISE_LANES = NOISE_IDS
 
-# Opening a parallel region costs about as much as computing this many elements.
-cdef int64_t SERIAL_ELEMENTS = 8192
+# Below this many elements waking other threads costs more than they save.
+cdef int64_t SERIAL_ELEMENTS = 65536
 
 
 cdef inline int team(int64_t elements, int num_threads) noexcept nogil:
@@ -113,8 +114,12 @@ def attention(uintptr_t queries, int64_t query_stride, uintptr_t positions, uint
     cdef const int32_t *position = <const int32_t *>positions
     cdef const int32_t *row = <const int32_t *>token_rows
     cdef int64_t item, token, last, first
+    cdef int64_t elements = 0
+    for token in range(num_tokens):
+        elements += (position[token] + 1) * out_stride // 4  # an element of attention is cheap beside one of a norm
     # A token and KV head is one unit of work; long and short contexts mix, so threads take units as they get free.
-    for item in prange(num_tokens * groups, nogil=True, schedule="dynamic", num_threads=num_threads):
+    for item in prange(num_tokens * groups, nogil=True, schedule="dynamic",
+                       num_threads=team(elements, num_threads)):
         token = item // groups
         last = position[token]
         first = last - window + 1 if 0 < window <= last else 0

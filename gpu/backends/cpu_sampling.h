@@ -10,7 +10,8 @@
 
 enum {
     PHILOX_WORDS = 4,
-    NOISE_IDS = PHILOX_WORDS * LANES, /* ids that one vector call of the generator serves */
+    NOISE_COUNTERS = 16, /* of one group of ids */
+    NOISE_IDS = PHILOX_WORDS * NOISE_COUNTERS,
     RADIX_BITS = 11,
     RADIX_LEVELS = 3
 };
@@ -39,7 +40,7 @@ static const float GREEDY_TEMPERATURE = 1e-5f; /* below it: the most probable to
 
 /* ---- noise ---------------------------------------------------------------------------------------------------- */
 
-/* Philox4x32-10 (Salmon et al., 2011) on sixteen counters at once. */
+/* Philox4x32-10 (Salmon et al., 2011) on LANES counters at once. */
 INLINE void philox(words counter[PHILOX_WORDS], uint32_t key0, uint32_t key1) {
     for (int round = 0; round < 10; round++) {
         words low0, low1, high0, high1;
@@ -60,17 +61,18 @@ INLINE void philox(words counter[PHILOX_WORDS], uint32_t key0, uint32_t key1) {
     }
 }
 
-/* Gumbel noise of ids [NOISE_IDS * chunk, NOISE_IDS * (chunk + 1)). */
-INLINE void gumbel_noise(uint64_t seed, uint64_t position, int64_t chunk, floats noise[PHILOX_WORDS]) {
-    words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+/* Gumbel noise of ids [NOISE_IDS * group, NOISE_IDS * (group + 1)). */
+INLINE void gumbel_noise(uint64_t seed, uint64_t position, int64_t group, floats noise[NOISE_IDS / LANES]) {
     words zero = {0};
-    words counter[PHILOX_WORDS] = {lane + (uint32_t)(chunk * LANES), zero + (uint32_t)position,
-                                   zero + (uint32_t)(position >> 32), zero};
-    philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
-    for (int w = 0; w < PHILOX_WORDS; w++) {
-        ints odd = (ints)((counter[w] >> 9 << 1) | 1); /* 24 bits, exact in float32, neither 0 nor 2^24 */
-        floats uniform = __builtin_convertvector(odd, floats) * 0x1p-24f;
-        noise[w] = -log_of(-log_of(uniform));
+    for (int part = 0; part < NOISE_COUNTERS / LANES; part++) {
+        words counter[PHILOX_WORDS] = {(words)LANE_IDS + (uint32_t)(group * NOISE_COUNTERS + part * LANES),
+                                       zero + (uint32_t)position, zero + (uint32_t)(position >> 32), zero};
+        philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
+        for (int w = 0; w < PHILOX_WORDS; w++) {
+            ints odd = (ints)((counter[w] >> 9 << 1) | 1); /* 24 bits, exact in float32, neither 0 nor 2^24 */
+            floats uniform = __builtin_convertvector(odd, floats) * 0x1p-24f;
+            noise[w * (NOISE_COUNTERS / LANES) + part] = -log_of(-log_of(uniform));
+        }
     }
 }
 
@@ -164,7 +166,7 @@ INLINE float truncation(const float *x, int64_t padded, float peak, const sampli
         if (rounded < bound) rounded = nextafterf(rounded, INFINITY);
         least = rounded > least ? rounded : least;
     }
-    return least < peak ? least : peak;
+    return least;
 }
 
 /* ---- one row -------------------------------------------------------------------------------------------------- */
@@ -196,8 +198,6 @@ INLINE int any(ints condition) {
     return found != 0;
 }
 
-static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 INLINE int32_t greedy_id(const float *x, int64_t padded) {
     best_lanes best = {splat(-INFINITY), LANE_IDS};
     for (int64_t i = 0; i < padded; i += LANES) take_best(&best, load(x, i, 0), LANE_IDS + (int32_t)i);
@@ -207,18 +207,18 @@ INLINE int32_t greedy_id(const float *x, int64_t padded) {
 INLINE int32_t random_id(const float *x, int64_t padded, float peak, float least, const sampling_row *row) {
     best_lanes best = {splat(-INFINITY), LANE_IDS};
     for (int64_t i = 0; i < padded; i += NOISE_IDS) {
-        floats logits[PHILOX_WORDS], noise[PHILOX_WORDS];
+        floats logits[NOISE_IDS / LANES], noise[NOISE_IDS / LANES];
         ints kept = {0};
-        for (int w = 0; w < PHILOX_WORDS; w++) {
-            logits[w] = load(x, i + w * LANES, 0);
-            kept |= logits[w] >= least;
+        for (int part = 0; part < NOISE_IDS / LANES; part++) {
+            logits[part] = load(x, i + part * LANES, 0);
+            kept |= logits[part] >= least;
         }
         if (!any(kept)) continue;
         gumbel_noise(row->seed, row->position, i / NOISE_IDS, noise);
-        for (int w = 0; w < PHILOX_WORDS; w++) {
-            floats score = (logits[w] - peak) / row->temperature + noise[w];
-            score = choose(logits[w] >= least, score, splat(-INFINITY));
-            take_best(&best, score, LANE_IDS + (int32_t)(i + w * LANES));
+        for (int part = 0; part < NOISE_IDS / LANES; part++) {
+            floats score = (logits[part] - peak) / row->temperature + noise[part];
+            score = choose(logits[part] >= least, score, splat(-INFINITY));
+            take_best(&best, score, LANE_IDS + (int32_t)(i + part * LANES));
         }
     }
     return best_id(&best);

@@ -56,8 +56,8 @@ def _guarded(behavior: Behavior) -> Behavior:
             if isinstance(request, Undecodable):
                 raise status.MalformedRequest("the request is not a message of the expected type")
             return await behavior(request, context)
-        except grpc.aio.AbortError:
-            raise
+        except (grpc.aio.AbortError, grpc.aio.InternalError):
+            raise  # gRPC's own: the status is sent, or the connection is gone
         except asyncio.CancelledError:
             # When the client is gone this goes nowhere; without it a client that is not gone would wait for ever.
             error: ForewordError = status.RpcCancelled("the call was cancelled")

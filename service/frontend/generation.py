@@ -190,6 +190,8 @@ class Generation:
             self.timeline.tokenize_ns = time.monotonic_ns()
             self.counts.num_prompt = len(prompt_token_ids)
             request = self._request(prompt_token_ids)
+            if self.error is not None:
+                raise self.error
             if self._cancel_requested:
                 self._end(Finish(FinishReason.CANCELLED))
             else:
@@ -237,10 +239,12 @@ class Generation:
             self._advance(header, _Update._make(update.item()), token_ids, logprobs)
         except Exception:
             _log.error("generation failed", request_id=self.settings.request_id, exc_info=True)
-            self.fail(EngineFault("internal error; the server's log has the details", **self._identity))
+            self.fail(EngineFault("internal error; the server's log has the details"))
 
     def on_failure(self, error: ForewordError) -> None:
         """Take the news that the engine ended it."""
+        if isinstance(error, EngineFault):
+            error = EngineFault(error.message, **{**error.metadata, "request_id": self.settings.request_id})
         self.error = error
         self.timeline.finish_ns = time.monotonic_ns()
         self._notify(self)
@@ -295,10 +299,6 @@ class Generation:
                 max_context_token_count=info.max_model_len,
             )
         return room
-
-    @property
-    def _identity(self) -> dict[str, str]:
-        return {"request_id": self.settings.request_id}
 
     def _advance(
         self,
@@ -385,9 +385,9 @@ class Generation:
     def _conclude(self, reason: FinishReason, stop_token_id: int | None) -> None:
         """Turn the scheduler's reason into a finish or an error."""
         if reason is FinishReason.FAILED:
-            self.on_failure(EngineFault("the model gave no usable result for this generation", **self._identity))
+            self.on_failure(EngineFault("the model gave no usable result for this generation"))
         elif reason is FinishReason.DEADLINE and self._is_rpc_deadline:
-            self.on_failure(RpcDeadlineExceeded("the deadline of the RPC has passed", **self._identity))
+            self.on_failure(RpcDeadlineExceeded("the deadline of the RPC has passed"))
         else:
             self._end(Finish(reason, stop_token_id=stop_token_id))
 

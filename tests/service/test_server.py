@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -25,19 +26,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = [
     [Message("user", "Name three colours.")],
-    [Message("system", "Be brief."), Message("user", "What is 2 + 2?")],
     "Once upon a time",
     "def add(a, b):",
     [Message("user", "Wie heißt die Hauptstadt von Frankreich? 🇫🇷")],
-    "1, 2, 3, 4,",
 ]
-GREEDY = {"temperature": 0.0, "max_output_token_count": 24}
+GREEDY = {"temperature": 0.0, "max_output_token_count": 12}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
     config = ServerConfig(listen_address="127.0.0.1:0", max_model_len=512, max_num_sequences=16, log_level="error")
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
     stages: list[str] = []
     async with running_server(config, lambda stage, done, total: stages.append(stage)) as server:
         assert "weights" in stages
@@ -45,7 +44,21 @@ async def server() -> AsyncIterator[Server]:
         load = server.frontend.engine.load
         assert len(server.frontend.registry) == 0
         assert (load.num_running, load.num_waiting, load.num_free_blocks) == (0, 0, load.num_blocks)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # gRPC keeps its event engine
+    for _ in range(100):  # connections close a little later
+        left = open_descriptors() - descriptors
+        if len(left) <= 4:  # gRPC keeps its event engine
+            break
+        await asyncio.sleep(0.05)
+    assert len(left) <= 4, left
+
+
+def open_descriptors() -> set[str]:
+    """What this process holds open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -146,3 +159,13 @@ async def test_command_line() -> None:
     ended = [json.loads(line) for line in log.splitlines() if '"generation ended"' in line]
     assert len(ended) == 4
     assert all(line["output_tokens"] == 8 and line["request_id"] for line in ended[:2])
+
+
+async def test_demo() -> None:
+    command = [sys.executable, "-c", "import sys; from foreword.service.cli import main; sys.exit(main())"]
+    arguments = ["demo", "--listen-address", "127.0.0.1:0", "--max-model-len", "256"]
+    shown = await asyncio.to_thread(
+        subprocess.run, [*command, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert re.search(r"TTFT .* tokens/s \| ITL p50 .* out, (EOS|LENGTH)\n$", shown.stdout)
+    assert all(line.startswith("loading: ") for line in shown.stderr.splitlines()), shown.stderr

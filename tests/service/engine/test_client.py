@@ -101,9 +101,9 @@ async def test_refusals_are_raised_as_they_were(serve: Serve, connect: Connect) 
 
 
 async def test_cancel_while_waiting(serve: Serve, connect: Connect) -> None:
-    thread = serve(max_num_sequences=1)
+    thread = serve(step_s=0.005, max_num_sequences=1)
     client = await connect(thread)
-    running, first = await start(client, max_output_tokens=2000)
+    running, first = await start(client, max_output_tokens=NO_LIMIT)
     waiting, second = await start(client)
     client.cancel(waiting)
     await until(lambda: second.ended)

@@ -152,7 +152,7 @@ def test_what_a_front_end_leaves_behind_is_cancelled(serve: Serve) -> None:
 
 
 def test_paused_sequences_are_not_a_reason_to_stay_awake(serve: Serve) -> None:
-    thread = serve(max_num_sequences=1)
+    thread = serve(step_s=0.002, max_num_sequences=1)
     with front_end(thread) as end:
         first = end.submit(1, max_output_tokens=2000)
         while not isinstance(end.hear(), StepReport):
@@ -186,7 +186,7 @@ def test_an_idle_loop_sleeps(serve: Serve) -> None:
 
 
 def test_a_deadline_wakes_an_idle_loop(serve: Serve) -> None:
-    with front_end(serve()) as end:
+    with front_end(serve(step_s=0.002)) as end:
         deadline_ns = time.monotonic_ns() + 100_000_000
         end.say(Submit(make_request(1, max_output_tokens=2000, deadline_ns=deadline_ns)))
         end.say(Pause(1))

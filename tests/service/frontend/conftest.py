@@ -7,14 +7,16 @@ import gc
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
+from structlog.testing import capture_logs
 
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
 from foreword.scheduler.errors import EngineUnavailable, ForewordError
@@ -162,10 +164,13 @@ class FakeEngine:
 class Harness:
     """A server on a free port, its engine, and a channel to it."""
 
-    def __init__(self, server: Server, engine: FakeEngine, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, server: Server, engine: FakeEngine, channel: grpc.aio.Channel, logs: list[MutableMapping[str, Any]]
+    ) -> None:
         self.server = server
         self.engine = engine
         self.channel = channel
+        self.logs = logs
         self.generation = GenerationServiceStub(channel)
         self.registry = server.frontend.registry
 
@@ -241,19 +246,21 @@ _descriptors: dict[str, int] = {}
 async def harness(
     config: ServerConfig, toy_model: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> AsyncIterator[Harness]:
-    """A running server; afterwards no generation, task or descriptor may be left, and gRPC must have logged no error."""
+    """A running server; afterwards no generation, task or descriptor is left, and gRPC has logged nothing."""
     tasks = asyncio.all_tasks()
     engine = FakeEngine()
     server = Server(config, engine, toy_model)  # type: ignore[arg-type]
     await server.start()
     channel = grpc.aio.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)])
-    try:
-        yield Harness(server, engine, channel)
-        await asyncio.wait_for(server.frontend.registry.wait_until_empty(), 5)
-        assert engine.sequences == {}
-    finally:
-        await channel.close()
-        await server.stop()
+    with capture_logs() as logs:
+        try:
+            yield Harness(server, engine, channel, logs)
+            await asyncio.wait_for(server.frontend.registry.wait_until_empty(), 5)
+            assert engine.sequences == {}
+        finally:
+            await channel.close()
+            await server.stop()
+    assert [entry for entry in logs if entry["log_level"] == "error"] == []
     tasks = {*tasks, asyncio.current_task()}
     await _settle(lambda: asyncio.all_tasks() <= tasks)
     assert asyncio.all_tasks() - tasks == set()
