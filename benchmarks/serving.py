@@ -40,15 +40,17 @@ from foreword.v1 import (
     stopping_pb2,
 )
 
+# fmt: off
 TOPICS = (
-    "how tides work", "the history of paper", "why bread rises", "how a bicycle stays upright", "what glass is made of",
-    "how bees find flowers", "why the sky is blue", "how a piano makes sound", "the life of a river", "how clocks keep time",
-    "why leaves change colour", "how maps are drawn", "what makes a good story", "how ships float", "the rules of chess",
-    "how cheese is made", "why we dream", "how a telescope works", "the invention of the wheel", "how snow forms",
+    "how tides work", "the history of paper", "why bread rises", "how a bicycle stays upright", "what glass is",
+    "how bees find flowers", "why the sky is blue", "how a piano sounds", "the life of a river", "how clocks work",
+    "why leaves change colour", "how maps are drawn", "what makes a good story", "how ships float", "how chess works",
+    "how cheese is made", "why we dream", "how a telescope works", "how wheels began", "how snow forms",
     "what a catalyst does", "how birds migrate", "the making of silk", "how locks work", "why metals rust",
-    "how a seed becomes a tree", "what inflation means", "how bridges carry load", "the speed of sound", "how ink dries",
+    "how a seed becomes a tree", "what inflation means", "how bridges carry load", "how sound travels", "how ink dries",
     "why cats purr", "how a compass points north",
-)  # fmt: skip
+)
+# fmt: on
 
 
 @dataclass

@@ -123,7 +123,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, Any] = {}
     for name, field in _FIELDS.items():
         table, kind = field.metadata["table"], field.metadata["kind"]
-        group = groups.setdefault(table, parser.add_argument_group(f"[{table}]") if table not in groups else None)
+        if table not in groups:
+            groups[table] = parser.add_argument_group(f"[{table}]")
+        group = groups[table]
         text = f"{field.metadata['help']} (default: {kind.show(field.default)})".replace("%", "%%")
         if isinstance(kind, Switch):
             group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None, help=text)

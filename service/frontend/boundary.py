@@ -23,7 +23,7 @@ class Undecodable:
     """Stands for a request whose bytes are not a message."""
 
 
-class ErrorBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ErrorBoundary(grpc.aio.ServerInterceptor):
     """Wraps every coroutine handler of the server.
 
     Errors of the domain become their status. Anything unexpected is logged and becomes INTERNAL without its message. A
@@ -32,7 +32,7 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],  # type: ignore[type-arg]
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Replace the method's behaviour by a guarded one."""

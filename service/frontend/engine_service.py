@@ -26,7 +26,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         info = frontend.engine.info if frontend.engine.ready else None
         return engine_service_pb2.GetServerInfoResponse(
             version=_version(),
-            state=frontend.state.value,
+            state=engine_service_pb2.ServerState.ValueType(frontend.state.value),
             start_time=timestamp(frontend.start_time_ns),
             engine=None if info is None else engine_message(info, frontend.model.name),
             max_waiting_sequence_count=frontend.config.max_num_waiting,

@@ -32,5 +32,5 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         return model_service_pb2.GetModelResponse(model=self._model())
 
     def _model(self) -> model_pb2.Model:
-        state = model_pb2.ModelState.Name(self._frontend.state.value)
-        return model_message(self._frontend.model, self._frontend.engine.info, model_pb2.ModelState.Value(state))
+        state = model_pb2.ModelState.ValueType(self._frontend.state.value)
+        return model_message(self._frontend.model, self._frontend.engine.info, state)

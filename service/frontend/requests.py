@@ -147,8 +147,10 @@ def _read_prompt(spec: generation_pb2.GenerationSpec, vocab_size: int) -> Prompt
 
 
 def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
+    is_set = {field.name for field, _ in sampling.ListFields()}
+
     def given(name: str, default: Any) -> Any:
-        return getattr(sampling, name) if sampling.HasField(name) else default
+        return getattr(sampling, name) if name in is_set else default
 
     params = SamplingParams(
         temperature=given("temperature", DEFAULT_SAMPLING.temperature),

@@ -79,7 +79,7 @@ class GenerationConverter:
                 return_token_ids=settings.return_token_ids,
                 return_token_bytes=settings.return_token_bytes,
                 coalesce_token_count=1,
-                timing_level=settings.timing_level.value,
+                timing_level=timing_pb2.TimingLevel.ValueType(settings.timing_level.value),
             ),
             cache=cache_pb2.CacheConfig(bypass_prefix_cache=True),
             speculation=speculation_pb2.SpeculationConfig(
@@ -151,13 +151,16 @@ class GenerationConverter:
         )
 
     def _output_finished(self, finish: Finish) -> generation_pb2.OutputFinished:
-        return generation_pb2.OutputFinished(
+        message = generation_pb2.OutputFinished(
             finish_reason=_FINISH_REASONS[finish.reason],
-            stop_string=finish.stop_string,
-            stop_token_id=finish.stop_token_id,
             output_token_count=self._generation.counts.num_output,
             timing=_output_timing(self._generation.timeline) if self._has_timing else None,
         )
+        if finish.stop_string is not None:
+            message.stop_string = finish.stop_string
+        if finish.stop_token_id is not None:
+            message.stop_token_id = finish.stop_token_id
+        return message
 
     def _finished(self) -> generation_pb2.GenerationFinished:
         counts = self._generation.counts
@@ -182,13 +185,13 @@ class GenerationConverter:
         has_token = timeline.first_token_ns is not None
         return timing_pb2.GenerationTiming(
             receive_time=timestamp(timeline.receive_time_ns),
-            tokenize_duration_micros=between(timeline.receive_ns, timeline.tokenize_ns),
+            tokenize_duration_micros=between(timeline.receive_ns, timeline.tokenize_ns) or 0,
             queue_duration_micros=between(timeline.tokenize_ns, timeline.schedule_ns),
             prefill_duration_micros=between(timeline.schedule_ns, timeline.sample_ns),
             delivery_duration_micros=between(timeline.sample_ns, timeline.first_token_ns) if has_token else None,
             first_token_duration_micros=between(timeline.receive_ns, timeline.first_token_ns),
             decode_duration_micros=timeline.decode_us,
-            total_duration_micros=between(timeline.receive_ns, timeline.finish_ns),
+            total_duration_micros=between(timeline.receive_ns, timeline.finish_ns) or 0,
             inter_token_latency=_inter_token_latency(timeline),
             output_tokens_per_second=timeline.output_tokens_per_second,
             blocked_duration_micros=timeline.blocked_ns // 1000,
@@ -229,7 +232,9 @@ def engine_message(info: EngineInfo, model: str) -> engine_pb2.EngineInfo:
     )
 
 
-def model_message(model: ServedModel, info: EngineInfo | None, state: model_pb2.ModelState) -> model_pb2.Model:
+def model_message(
+    model: ServedModel, info: EngineInfo | None, state: model_pb2.ModelState.ValueType
+) -> model_pb2.Model:
     """A served model as a message; what only the engine knows is left out while there is none."""
     message = model_pb2.Model(
         name=model.name,
@@ -283,7 +288,7 @@ def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
     header = step.header
     return timing_pb2.StepTiming(
         step_id=header.step_id,
-        step_kind=step.kind,
+        step_kind=timing_pb2.StepKind.ValueType(step.kind),
         token_count=step.num_tokens,
         sample_offset_micros=timeline.offset_us(header.end_ns),
         emit_offset_micros=timeline.offset_us(step.emit_ns),

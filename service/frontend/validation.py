@@ -30,7 +30,8 @@ def check_supported(message: Message, supported: Collection[str], neutral: Mappi
 
 
 def _walk(message: Message, path: str, shown: str, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
-    for unknown in UnknownFieldSet(message):
+    unknown_fields: Any = UnknownFieldSet(message)  # its stub lacks iteration
+    for unknown in unknown_fields:
         raise InvalidField(f"{shown}<{unknown.field_number}>", "this server knows no field of this number")
     for field, value in message.ListFields():
         here = path + field.name
