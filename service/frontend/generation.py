@@ -246,7 +246,6 @@ class Generation:
         if isinstance(error, EngineFault):
             error = EngineFault(error.message, **{**error.metadata, "request_id": self.settings.request_id})
         self.error = error
-        self.timeline.finish_ns = time.monotonic_ns()
         self._notify(self)
 
     async def _tokenize(self) -> npt.NDArray[np.int32]:
@@ -398,5 +397,4 @@ class Generation:
 
     def _end(self, finish: Finish) -> None:
         self.finish = finish
-        self.timeline.finish_ns = time.monotonic_ns()
         self._notify(self)

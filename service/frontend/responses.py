@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -191,7 +193,7 @@ class GenerationConverter:
             delivery_duration_micros=between(timeline.sample_ns, timeline.first_token_ns) if has_token else None,
             first_token_duration_micros=between(timeline.receive_ns, timeline.first_token_ns),
             decode_duration_micros=timeline.decode_us,
-            total_duration_micros=between(timeline.receive_ns, timeline.finish_ns) or 0,
+            total_duration_micros=timeline.offset_us(time.monotonic_ns()),
             inter_token_latency=_inter_token_latency(timeline),
             output_tokens_per_second=timeline.output_tokens_per_second,
             blocked_duration_micros=timeline.blocked_ns // 1000,

@@ -30,7 +30,6 @@ class Timeline:
         sample_ns: the first token was known to the engine.
         first_token_ns: the first token was handed to gRPC, or could have been in a unary RPC.
         last_token_ns: the same for the last token up to now.
-        finish_ns: the generation ended.
         blocked_ns: time in which it was paused because its client did not read.
     """
 
@@ -38,7 +37,6 @@ class Timeline:
         "_gaps_ns",
         "_num_tokens",
         "blocked_ns",
-        "finish_ns",
         "first_token_ns",
         "last_token_ns",
         "receive_ns",
@@ -56,7 +54,6 @@ class Timeline:
         self.sample_ns: int | None = None
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
-        self.finish_ns: int | None = None
         self.blocked_ns = 0
         self._num_tokens = 0
         self._gaps_ns = array("q")

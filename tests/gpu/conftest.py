@@ -28,10 +28,6 @@ from foreword.scheduler.step import StepPlan
 Work = tuple[int, Sequence[int], int]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes minutes")
-
-
 @dataclass
 class PlanWriter:
     """Lays sequences out in shuffled blocks and writes plans, as a scheduler would."""

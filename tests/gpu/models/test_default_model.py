@@ -38,6 +38,7 @@ QUESTIONS = (
     "Give three tips for better sleep.",
 )
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+NUM_OUTPUT = 128
 NEAR_TIE = 1e-3
 
 
@@ -83,12 +84,7 @@ def test_logits_of_512_positions_of_text(
     assert largest <= 2e-3
 
 
-@pytest.mark.parametrize(
-    ("num_chats", "num_output"), [(4, 32), pytest.param(20, 128, marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_greedy_text_of_chats(
-    num_chats: int,
-    num_output: int,
+def test_greedy_text_of_twenty_chats(
     reference: LlamaForCausalLM,
     tokenizer: Tokenizer,
     runner: ModelRunner,
@@ -100,7 +96,7 @@ def test_greedy_text_of_chats(
         tokenizer.encode(
             f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         ).ids
-        for question in QUESTIONS[:num_chats]
+        for question in QUESTIONS
     ]
     writer = plan_writer(num_blocks=400, max_num_sequences=len(prompts), max_model_len=1024)
     rows = range(len(prompts))
@@ -108,7 +104,7 @@ def test_greedy_text_of_chats(
         [(row, prompts[row], 1) for row in rows], [(row, new_request(prompts[row], temperature=0.0)) for row in rows]
     )
     texts = [list(prompt) for prompt in prompts]
-    for _ in range(num_output):
+    for _ in range(NUM_OUTPUT):
         result = runner.execute(plan)
         for row in rows:
             texts[row].append(int(result.token_ids[row]))
@@ -120,8 +116,8 @@ def test_greedy_text_of_chats(
         with torch.no_grad():
             logits = reference(torch.tensor([text[:-1]])).logits[0, len(prompt) - 1 :]
         output = text[len(prompt) :]
-        length = output.index(end) + 1 if end in output else num_output
-        behind = logits.max(dim=1).values - logits[torch.arange(num_output), torch.tensor(output)]
+        length = output.index(end) + 1 if end in output else NUM_OUTPUT
+        behind = logits.max(dim=1).values - logits[torch.arange(NUM_OUTPUT), torch.tensor(output)]
         first_difference = torch.nonzero(behind[:length])[:1, 0]
         gaps += behind[first_difference].tolist()
     assert len(gaps) <= 1

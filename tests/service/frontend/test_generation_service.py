@@ -587,7 +587,9 @@ async def test_first_token_duration_is_the_sum_of_its_parts(harness: Harness) ->
     await call.read()
     harness.engine.step({sequence: "bcd"}, FinishReason.LENGTH)
     events = await read_events(call)
-    check_identity(events[-1].finished.timing)
+    timing = events[-1].finished.timing
+    check_identity(timing)
+    assert timing.total_duration_micros >= timing.first_token_duration_micros + timing.decode_duration_micros
     latency = events[-2].output_finished.timing.inter_token_latency
     assert (latency.p50_micros, latency.p99_micros) == (0, latency.max_micros)
     trailers = dict(await call.trailing_metadata())
