@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PACKAGES := scheduler gpu service clients
 SOURCES := $(shell find $(PACKAGES) -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c') setup.py
 PROTOS := $(shell find proto -name '*.proto')
@@ -30,7 +30,7 @@ check: $(VENV)/.dev build ## Lint, types, import rules, proto lint, freshness of
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	PYTHONPATH=build/tree $(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint build/tree/foreword/v1/descriptors.binpb --path foreword/v1
 
 fix: $(VENV)/.dev ## Format and repair what ruff can.

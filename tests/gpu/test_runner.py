@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -252,3 +255,17 @@ def test_32_streams_of_the_default_model_equal_each_alone(
     together = generate(default_runner, plan_writer(**capacity), requests, 5, chunk=24)
     for request, output in zip(requests, together, strict=True):
         assert generate(default_runner, plan_writer(**capacity), [request], 5, chunk=1000)[0] == output
+
+
+def test_one_openmp_runtime_that_spins_shortly() -> None:
+    """PyTorch and the kernels share one pool of threads, which lets other processes have the processor."""
+    code = (
+        "from foreword.gpu.config import DeviceConfig; from foreword.gpu.runner import _open_backend;"
+        "_open_backend(DeviceConfig(num_blocks=1));"
+        "print('runtimes', len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line}))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment["OMP_DISPLAY_ENV"] = "verbose"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "runtimes 1" in done.stdout
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr
