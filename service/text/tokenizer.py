@@ -102,7 +102,9 @@ class Tokenizer:
         Returns:
             int32 `[N]`.
         """
-        encoding = self._tokenizer.encode(self._with_names(pieces), add_special_tokens=add_special_tokens)
+        # The batch calls of the library release the GIL, the others do not.
+        text = self._with_names(pieces)
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, np.int32)
 
     def tokenize(
@@ -110,7 +112,7 @@ class Tokenizer:
     ) -> TokenizedText:
         """Split a text into tokens as `encode` does, and say where each one stands."""
         pieces = self._spellings.split(text) if parse_special_tokens else [text]
-        encoding = self._tokenizer.encode(self._with_names(pieces), add_special_tokens=add_special_tokens)
+        [encoding] = self._tokenizer.encode_batch([self._with_names(pieces)], add_special_tokens=add_special_tokens)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return TokenizedText(np.array(encoding.ids, np.int32), self._byte_positions(pieces)[offsets])
 

@@ -80,7 +80,7 @@ async def test_a_long_text_does_not_block_the_loop(processor: TextProcessor) -> 
     while not work.done():
         turns += 1
         await asyncio.sleep(0)
-    assert turns > 100
+    assert turns > 1000  # a call that keeps the GIL leaves room for a hundred at most
     assert len(work.result()) > 200_000
 
 
