@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreword.gpu.backends.backend import Backend, KVCacheShape
+from foreword.gpu.backends.backend import KVCacheShape
 from foreword.gpu.backends.sampling import Samples, SamplingState
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
+from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.step import BoolArray, Int32Array, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from foreword.gpu.backends.cpu_backend import CpuBackend
 
 
 class ModelRunner:
@@ -143,16 +148,34 @@ def load_runner(
             f"max_model_len: must be at most {model_config.max_position_embeddings}, the positions this model was made "
             f"for, got {config.max_model_len}"
         )
-    backend = _open_backend(config)
+    backend = _open_backend(config.dtype, config.num_threads)
+    layers, max_rows = model_config.linear_layers, config.max_num_batched_tokens
+    if not _is_row_independent(config.dtype, config.num_threads, layers, max_rows):
+        backend.use_tiles()
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     return ModelRunner(config, Decoder(model_config, weights, backend, config.max_model_len))
 
 
-def _open_backend(config: DeviceConfig) -> Backend[Any]:
+def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:
+    """The number format that serves this model fastest on this processor without depending on the batch.
+
+    That is "bfloat16" where the library's bfloat16 products are row-independent, as on processors with instructions for
+    them, and otherwise "float32".
+    """
+    independent = _is_row_independent("bfloat16", num_threads, model.linear_layers, max_num_batched_tokens)
+    return "bfloat16" if independent else "float32"
+
+
+@functools.cache
+def _is_row_independent(dtype: str, num_threads: int, layers: frozenset[tuple[int, int]], max_rows: int) -> bool:
+    return _open_backend(dtype, num_threads).is_row_independent(layers, max_rows)
+
+
+def _open_backend(dtype: str, num_threads: int) -> CpuBackend:
     # Threads that spin long between parallel regions starve each other whenever another process wants the processor:
     # steps then take ten times as long. A short spin bridges the gaps within a step. OpenMP reads this once, when torch
     # is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from foreword.gpu.backends.cpu_backend import CpuBackend  # torch takes a second to import
 
-    return CpuBackend(config.dtype, config.num_threads)
+    return CpuBackend(dtype, num_threads)

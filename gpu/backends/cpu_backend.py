@@ -2,12 +2,14 @@
 
 Row independence of the products rests on the library, which sums in another order for some small numbers of rows, so
 rows are padded to a number from which the order is always the same: in float32 to a multiple of 16, in bfloat16 to
-two, and to enough multiplications for PyTorch to choose oneDNN. The tests decide.
+two, and to enough multiplications for PyTorch to choose oneDNN. Where that is not enough (`rows_are_independent` tries
+it when a model is loaded), products are computed in tiles of one size, which costs time and is always exact.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from foreword.gpu.backends import cpu_kernels
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
+from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.batch import Batch
 from foreword.scheduler.errors import ConfigError
@@ -23,6 +26,7 @@ from foreword.scheduler.step import Int32Array, StepPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ONEDNN_MULTIPLICATIONS = 16**3
+TILE_ROWS = 16
 
 
 class CpuBackend(Backend[torch.Tensor]):
@@ -44,6 +48,20 @@ class CpuBackend(Backend[torch.Tensor]):
         self._bf16 = dtype == "bfloat16"
         self._num_threads = num_threads
         self._scratch = torch.empty(0)
+        self.is_tiled = False
+
+    def is_row_independent(self, layers: Iterable[tuple[int, int]], max_rows: int) -> bool:
+        """Try whether the library's products of these layers `(out_features, in_features)` are row-independent here."""
+        return all(
+            rows_are_independent(
+                lambda x, weight: self.linear(x, LinearWeight(weight, None)), *layer, max_rows, self._dtype
+            )
+            for layer in layers
+        )
+
+    def use_tiles(self) -> None:
+        """Compute every product `TILE_ROWS` rows at a time from now on."""
+        self.is_tiled = True
 
     def weight(self, values: Float32) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32)
@@ -111,14 +129,16 @@ class CpuBackend(Backend[torch.Tensor]):
 
     def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
         rows, padded = len(x), self._padded_rows(len(x), weight.weight)
-        if rows == padded:
-            return F.linear(x, weight.weight, weight.bias)
-        return F.linear(F.pad(x, (0, 0, 0, padded - rows)), weight.weight, weight.bias)[:rows]
+        if rows != padded:
+            x = F.pad(x, (0, 0, 0, padded - rows))
+        if self.is_tiled and padded > TILE_ROWS:
+            return torch.cat([F.linear(tile, weight.weight, weight.bias) for tile in torch.split(x, TILE_ROWS)])[:rows]
+        return F.linear(x, weight.weight, weight.bias)[:rows]
 
     def _padded_rows(self, rows: int, weight: torch.Tensor) -> int:
-        if self._bf16:
+        if self._bf16 and not self.is_tiled:
             return max(rows, 2, ONEDNN_MULTIPLICATIONS // weight.numel() + 1)
-        return -(-rows // 16) * 16
+        return -(-rows // TILE_ROWS) * TILE_ROWS
 
     def rotate_and_store(
         self,

@@ -10,6 +10,8 @@ from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.models.rope import RopeConfig
 from foreword.scheduler.errors import CheckpointError
 
+DEFAULT_MAX_POSITION_EMBEDDINGS = 2048  # Llama 1's, which files without the key rely on
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -49,6 +51,20 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
 
+    @property
+    def linear_layers(self) -> frozenset[tuple[int, int]]:
+        """The different `(out_features, in_features)` of all matrix products."""
+        attention_size = self.num_heads * self.head_dim
+        return frozenset(
+            {
+                (attention_size + 2 * self.num_kv_heads * self.head_dim, self.hidden_size),
+                (self.hidden_size, attention_size),
+                (2 * self.intermediate_size, self.hidden_size),
+                (self.hidden_size, self.intermediate_size),
+                (self.vocab_size, self.hidden_size),
+            }
+        )
+
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
         """Read the hyper-parameters that decoders share in Hugging Face's vocabulary.
@@ -57,7 +73,7 @@ class ModelConfig:
             CheckpointError: a value is missing, impossible, or asks for something that is not supported.
         """
         values = _Values(checkpoint)
-        values.require("hidden_act", "silu", default="silu")
+        values.require("hidden_act", ("silu", "swish"))
         if values.optional("quantization_config") is not None:
             raise values.error("quantization_config", "quantised tensors are not supported in this format")
         hidden_size = values.count("hidden_size")
@@ -77,7 +93,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=values.count("max_position_embeddings"),
+            max_position_embeddings=values.count("max_position_embeddings", DEFAULT_MAX_POSITION_EMBEDDINGS),
             rms_norm_eps=values.positive("rms_norm_eps", 1e-6),
             rope=RopeConfig.from_config(checkpoint),
             sliding_window=_sliding_window(values),
@@ -109,10 +125,11 @@ class _Values:
     def optional(self, key: str) -> Any:
         return self._config.get(key)
 
-    def require(self, key: str, supported: str, default: str) -> None:
-        value = self._config.get(key, default)
-        if value != supported:
-            raise self.error(key, f"'{value}' is not supported; supported is '{supported}'")
+    def require(self, key: str, names: tuple[str, ...]) -> None:
+        """Refuse all but one thing, which has these names and is meant when the key is missing."""
+        value = self._config.get(key, names[0])
+        if value not in names:
+            raise self.error(key, f"'{value}' is not supported; supported is '{names[0]}'")
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,9 @@ from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import DecoderWeights, LayerWeights
 from foreword.scheduler.errors import CheckpointError
 
+WINDOWED = frozenset({"MistralForCausalLM"})
+"""Architectures whose layers have the sliding window of their configuration."""
+
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
     """Hyper-parameters.
@@ -20,7 +24,9 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         CheckpointError: a value is missing, impossible, or asks for something that is not supported.
     """
-    return ModelConfig.from_checkpoint(checkpoint)
+    config = ModelConfig.from_checkpoint(checkpoint)
+    # Configurations converted from Mistral's keep the key; only Mistral's own layers obey it.
+    return config if config.architecture in WINDOWED else dataclasses.replace(config, sliding_window=None)
 
 
 def load_weights(

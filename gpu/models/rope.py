@@ -16,12 +16,13 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 DEFAULT_THETA = 10000.0
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH),
+    "yarn": ("factor", ORIGINAL_LENGTH),
 }
 """The supported kinds and the parameters each must have."""
 
@@ -65,13 +66,13 @@ class RopeConfig:
 
     @classmethod
     def from_config(cls, checkpoint: Checkpoint) -> RopeConfig:
-        """Read `rope_parameters`, or the older pair `rope_theta` and `rope_scaling`.
+        """Read the pair `rope_theta` and `rope_scaling`, or the newer `rope_parameters`, which yields to it.
 
         Raises:
             CheckpointError: a kind or parameter that is not supported, or a parameter that is missing.
         """
         config = checkpoint.config
-        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         given: dict[str, Any] = dict(config.get(key) or {})
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in PARAMETERS:
@@ -84,6 +85,9 @@ class RopeConfig:
         parameters = {
             name: value for name, value in given.items() if name not in IGNORED_PARAMETERS and value is not None
         }
+        if ORIGINAL_LENGTH in PARAMETERS[kind] and ORIGINAL_LENGTH not in parameters:
+            fallback = config.get(ORIGINAL_LENGTH) or config.get("max_position_embeddings")
+            parameters |= {} if fallback is None else {ORIGINAL_LENGTH: fallback}
         allowed = PARAMETERS[kind] + OPTIONAL_PARAMETERS.get(kind, ())
         if kind != "default" and (unknown := sorted(set(parameters) - set(allowed))):
             raise CheckpointError(

@@ -12,7 +12,7 @@ from foreword.gpu.checkpoint.open import open_checkpoint
 from foreword.gpu.config import DeviceConfig, available_cpus, kv_cache_bytes_per_block
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.registry import read_config
-from foreword.gpu.runner import load_runner
+from foreword.gpu.runner import best_dtype, load_runner
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.scheduler import Scheduler
@@ -40,12 +40,15 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
     start_ns = time.monotonic_ns()
     checkpoint = open_checkpoint(Path(config.model_path))
     model = read_config(checkpoint)
+    num_threads = config.num_threads or available_cpus()
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype=best_dtype(model, num_threads, config.max_num_batched_tokens))
     max_model_len = config.max_model_len or min(model.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
     device_config = DeviceConfig(
         num_blocks=1,
         device=config.device,
         dtype=config.dtype,
-        num_threads=config.num_threads or available_cpus(),
+        num_threads=num_threads,
         block_size=config.block_size,
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -12,7 +12,8 @@ class EngineConfig:
     Attributes:
         model_path: a GGUF file or a Hugging Face folder.
         device: "cpu".
-        dtype: of weights, activations and KV cache, "bfloat16" or "float32".
+        dtype: of weights, activations and KV cache, "bfloat16", "float32", or "auto" for the faster one that is
+            exact on this processor.
         num_threads: threads of the CPU backend; 0 for the processors this process may use.
         block_size: tokens per KV cache block.
         kv_cache_bytes: memory of the KV cache; 0 for enough to hold 1,024 tokens of each of `max_num_sequences`
@@ -30,7 +31,7 @@ class EngineConfig:
 
     model_path: str
     device: str = "cpu"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     num_threads: int = 0
     block_size: int = 16
     kv_cache_bytes: int = 0

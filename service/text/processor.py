@@ -52,9 +52,11 @@ class TextProcessor:
         if not isinstance(vocab_size, int):
             raise CheckpointError(f"{checkpoint.path}: vocab_size must be an integer, is {vocab_size!r}")
         chat_template = checkpoint.chat_template
-        self._prototype = Tokenizer(checkpoint.tokenizer_json(), vocab_size)
+        self._prototype = Tokenizer(
+            checkpoint.tokenizer_json(), vocab_size, chat_template.source if chat_template else ""
+        )
         self.vocabulary: Vocabulary = self._prototype.vocabulary
-        self._renderer = ChatRenderer(chat_template, self.vocabulary.special_tokens) if chat_template else None
+        self._renderer = ChatRenderer(chat_template, self.vocabulary.markers) if chat_template else None
         self._num_threads = num_threads
         self._thread = threading.local()
         self._executor = ThreadPoolExecutor(num_threads, "text", initializer=self._load_tokenizer)

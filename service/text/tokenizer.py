@@ -47,25 +47,27 @@ class Tokenizer:
         vocabulary: what the ids stand for.
     """
 
-    def __init__(self, json_text: str, vocab_size: int) -> None:
+    def __init__(self, json_text: str, vocab_size: int, template: str = "") -> None:
         """Build from the text of a tokenizer.json.
 
         Args:
             json_text: in the `tokenizers` library's format.
             vocab_size: rows of the model's output head.
+            template: source of the chat template, which tells more tokens that no text may spell.
 
         Raises:
             CheckpointError: damaged, or of a kind that is not supported.
         """
         try:
             data = json.loads(json_text)
-            self.vocabulary = Vocabulary(data, vocab_size)
-            self._names = _secret_names(self.vocabulary.special_tokens)
+            _drop_tokens_beyond(data, vocab_size)
+            self.vocabulary = Vocabulary(data, vocab_size, template)
+            self._names = _secret_names(self.vocabulary.markers)
             _rename_special_tokens(data, self._names)
             self._json = json.dumps(data, ensure_ascii=False)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"tokenizer: damaged ({type(error).__name__}: {error})") from error
-        self._spellings = spelling_pattern(self.vocabulary.special_tokens)
+        self._spellings = spelling_pattern(self.vocabulary.markers)
         self._load()
 
     def clone(self) -> Tokenizer:
@@ -158,7 +160,7 @@ class Tokenizer:
         except BaseException as error:  # the library raises nothing narrower than Exception, and its panics are wider
             raise CheckpointError(f"tokenizer: damaged ({error})") from error
         for text, name in self._names.items():
-            if self._tokenizer.token_to_id(name) != self.vocabulary.special_tokens[text]:
+            if self._tokenizer.token_to_id(name) != self.vocabulary.markers[text]:
                 raise CheckpointError(f"tokenizer: the special token {text!r} does not have the id it states")
 
     def _with_names(self, pieces: Sequence[str]) -> str:
@@ -184,6 +186,11 @@ def spelling_pattern(special_tokens: Iterable[str], flags: re.RegexFlag = re.NOF
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", flags)
 
 
+def _drop_tokens_beyond(data: dict[str, Any], vocab_size: int) -> None:
+    """Forget added tokens without a row in the model, such as a padding token that was added for training."""
+    data["added_tokens"] = [token for token in data.get("added_tokens") or [] if token["id"] < vocab_size]
+
+
 def _secret_names(special_tokens: Mapping[str, int]) -> dict[str, str]:
     secret = secrets.token_hex(16)
     return {text: f"{NAME_EDGE}{secret}.{token_id}{NAME_EDGE}" for text, token_id in special_tokens.items()}
@@ -193,7 +200,7 @@ def _rename_special_tokens(data: dict[str, Any], names: Mapping[str, str]) -> No
     """Give the special tokens of a parsed tokenizer.json other names, wherever text is looked up by name."""
     data["truncation"] = data["padding"] = None
     for token in data.get("added_tokens") or []:
-        if token["special"]:
+        if token["content"] in names:
             # a name must be found as it is, wherever it stands
             token.update(content=names[token["content"]], normalized=False, single_word=False)
     model = data["model"]

@@ -40,15 +40,18 @@ class Vocabulary:
     Attributes:
         size: ids are below it; equal to the rows of the model's output head, some of which may have no token.
         special_tokens: text -> id of the tokens that mark structure (begin, end, turns) instead of text.
+        markers: `special_tokens`, and those tokens that the chat template writes although the vocabulary calls them
+            text; a message must not be able to spell any of them.
         strips_leading_space: the tokenizer puts a space before a text, so the first one of a decoded text goes.
     """
 
-    def __init__(self, tokenizer: Mapping[str, Any], size: int) -> None:
+    def __init__(self, tokenizer: Mapping[str, Any], size: int, template: str = "") -> None:
         """Read the vocabulary of a parsed tokenizer.json.
 
         Args:
             tokenizer: as in the `tokenizers` library's format.
             size: rows of the model's output head.
+            template: source of the chat template.
 
         Raises:
             CheckpointError: a decoder that is not supported, or an id outside the model's vocabulary.
@@ -57,6 +60,11 @@ class Vocabulary:
         spell, self.strips_leading_space = _decoder(tokenizer.get("decoder"))
         self.size = size
         self.special_tokens: Mapping[str, int] = {token["content"]: token["id"] for token in added if token["special"]}
+        self.markers: Mapping[str, int] = self.special_tokens | {
+            token["content"]: token["id"]
+            for token in added
+            if _is_marker(token["content"]) and token["content"] in template
+        }
         self._special_ids = frozenset(self.special_tokens.values())
         self._bytes = [b""] * size
         for piece, token_id in _pieces(tokenizer["model"]["vocab"]):
@@ -76,6 +84,11 @@ class Vocabulary:
         if not 0 <= token_id < self.size:
             raise CheckpointError(f"tokenizer: {piece!r} has the id {token_id}, the model has only {self.size} tokens")
         self._bytes[token_id] = data
+
+
+def _is_marker(text: str) -> bool:
+    """Whether an added token looks like structure (`<|turn|>`, `[INST]`), not like a word or white space."""
+    return bool(re.search(r"[^\w\s]", text))
 
 
 def _pieces(vocab: Mapping[str, int] | list[tuple[str, float]]) -> Iterable[tuple[str, int]]:

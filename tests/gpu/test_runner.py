@@ -260,8 +260,7 @@ def test_32_streams_of_the_default_model_equal_each_alone(
 def test_one_openmp_runtime_that_spins_shortly() -> None:
     """PyTorch and the kernels share one pool of threads, which lets other processes have the processor."""
     code = (
-        "from foreword.gpu.config import DeviceConfig; from foreword.gpu.runner import _open_backend;"
-        "_open_backend(DeviceConfig(num_blocks=1));"
+        "from foreword.gpu.runner import _open_backend; _open_backend('bfloat16', 2);"
         "print('runtimes', len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line}))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}

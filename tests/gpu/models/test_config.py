@@ -20,6 +20,8 @@ def test_defaults_of_the_format(tiny_checkpoint: Callable[..., Any]) -> None:
     assert not config.tie_word_embeddings
     assert not config.attention_bias
     assert config.sliding_window is None
+    del checkpoint.config["max_position_embeddings"]
+    assert ModelConfig.from_checkpoint(checkpoint).max_position_embeddings == 2048
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         }
     },
-    "sliding-window": {"sliding_window": 20},
+    "sliding-window": {"architecture": "mistral", "sliding_window": 20},
+    "leftover-window": {"sliding_window": 20, "use_sliding_window": False},
+    "activation-alias": {"hidden_act": "swish"},
 }
 
 
@@ -65,8 +67,9 @@ def reference_model(folder: Path, changes: dict[str, Any]) -> torch.nn.Module:
     """Write a random checkpoint and return the reference's model of it."""
     torch.manual_seed(0)
     model: Any
-    if "sliding_window" in changes:
-        model = MistralForCausalLM(MistralConfig(**(SIZES | changes), attn_implementation="eager"))
+    if changes.get("architecture") == "mistral":
+        config = {name: value for name, value in (SIZES | changes).items() if name != "architecture"}
+        model = MistralForCausalLM(MistralConfig(**config, attn_implementation="eager"))
     else:
         model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes), attn_implementation="eager"))
     with torch.no_grad():

@@ -63,12 +63,25 @@ def test_older_spelling_means_the_same(tiny_checkpoint: Callable[..., Any]) -> N
     assert RopeConfig.from_config(tiny_checkpoint(rope_scaling=None)) == RopeConfig()
 
 
+def test_the_older_key_wins_as_in_the_reference(tiny_checkpoint: Callable[..., Any]) -> None:
+    both = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}}
+    assert RopeConfig.from_config(tiny_checkpoint(**both)).factor == 4.0
+
+
+def test_the_original_length_defaults_as_in_the_reference(tiny_checkpoint: Callable[..., Any]) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    given = tiny_checkpoint(rope_scaling=scaling, max_position_embeddings=512)
+    assert RopeConfig.from_config(given).original_max_position_embeddings == 512
+    named = tiny_checkpoint(rope_scaling=scaling, max_position_embeddings=512, original_max_position_embeddings=128)
+    assert RopeConfig.from_config(named).original_max_position_embeddings == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_type": "dynamic"}, "rope type 'dynamic' is not supported; supported are default, linear, llama3, yarn"),
         ({"rope_type": "linear"}, "factor missing for rope type 'linear'"),
-        ({"rope_type": "llama3", "factor": 8}, "high_freq_factor, low_freq_factor, original_max_position_embeddings"),
+        ({"rope_type": "llama3", "factor": 8}, "high_freq_factor, low_freq_factor missing"),
         (LLAMA3 | {"beta_fast": 1}, "beta_fast not supported with rope type 'llama3'"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number, is '2'"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),

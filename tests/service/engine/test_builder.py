@@ -32,20 +32,20 @@ def ignore(stage: str, done: int, total: int) -> None:
 def test_given_memory_is_filled_with_blocks(model: ModelConfig) -> None:
     block = kv_cache_bytes_per_block(model, 16, "bfloat16")
     for size, num_blocks in ((block, 1), (2 * block - 1, 1), (100 * block, 100)):
-        assert count_blocks(EngineConfig("m", kv_cache_bytes=size), model, 8192) == num_blocks
+        assert count_blocks(EngineConfig("m", dtype="bfloat16", kv_cache_bytes=size), model, 8192) == num_blocks
     with pytest.raises(ConfigError, match="kv_cache_bytes"):
-        count_blocks(EngineConfig("m", kv_cache_bytes=block - 1), model, 8192)
+        count_blocks(EngineConfig("m", dtype="bfloat16", kv_cache_bytes=block - 1), model, 8192)
 
 
 def test_by_default_blocks_suffice_for_the_sequences_within_a_quarter_of_memory(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "machine_memory", lambda: 1024 * GIB)
-    assert count_blocks(EngineConfig("m", max_num_sequences=64), model, 8192) == 64 * 1024 // 16
-    assert count_blocks(EngineConfig("m", max_num_sequences=1), model, 8192) == 8192 // 16
+    assert count_blocks(EngineConfig("m", dtype="bfloat16", max_num_sequences=64), model, 8192) == 64 * 1024 // 16
+    assert count_blocks(EngineConfig("m", dtype="bfloat16", max_num_sequences=1), model, 8192) == 8192 // 16
     monkeypatch.setattr(builder, "machine_memory", lambda: GIB)
     quarter = GIB // 4 // kv_cache_bytes_per_block(model, 16, "bfloat16")
-    assert count_blocks(EngineConfig("m", max_num_sequences=64), model, 8192) == quarter
+    assert count_blocks(EngineConfig("m", dtype="bfloat16", max_num_sequences=64), model, 8192) == quarter
 
 
 def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
