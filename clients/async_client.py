@@ -16,6 +16,7 @@ from foreword.clients.client import DEFAULT_TARGET, LOOKUP_TIMEOUT_S
 from foreword.clients.errors import ForewordClientError, decoded_errors
 from foreword.clients.generation import Generation
 from foreword.clients.message import Message, chat_input
+from foreword.clients.request import build
 from foreword.clients.spec import GenerationOptions, Prompt, generation_spec
 from foreword.clients.stream import AsyncGenerationStream
 from foreword.v1.engine_pb2 import Load
@@ -51,7 +52,8 @@ class AsyncClient:
             print((await client.generate("The capital of France is", max_output_token_count=8)).text)
             print((await client.generate([Message("user", "Hello!")])).text)
 
-    Every call raises `ForewordClientError` when the server refuses it or fails. `timeout` is the deadline of a call in
+    Every call raises `ForewordClientError` when the server refuses it or fails, and `ValueError`, which names the
+    field, for a value that cannot even be sent. `timeout` is the deadline of a call in
     seconds; None sets none.
     """
 
@@ -122,7 +124,8 @@ class AsyncClient:
         return_token_bytes: bool = False,
     ) -> TokenizeResponse:
         """Split a text into tokens."""
-        request = TokenizeRequest(
+        request = build(
+            TokenizeRequest,
             model=model,
             text=text,
             add_special_tokens=add_special_tokens,
@@ -142,7 +145,8 @@ class AsyncClient:
         return_token_bytes: bool = False,
     ) -> DetokenizeResponse:
         """Join tokens to a text."""
-        request = DetokenizeRequest(
+        request = build(
+            DetokenizeRequest,
             model=model,
             token_ids=token_ids,
             include_special_tokens=include_special_tokens,
@@ -155,7 +159,7 @@ class AsyncClient:
         self, messages: Sequence[Message], *, model: str = "", add_generation_prompt: bool = True
     ) -> RenderChatResponse:
         """Turn a conversation into the prompt that a generation would use."""
-        request = RenderChatRequest(model=model, chat=chat_input(messages, add_generation_prompt))
+        request = build(RenderChatRequest, model=model, chat=chat_input(messages, add_generation_prompt))
         with decoded_errors():
             return await self._tokenization.RenderChat(request, timeout=LOOKUP_TIMEOUT_S)
 

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import ipaddress
 import os
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,12 @@ from foreword.service.values import Address, Choice, Float, Integer, Kind, Size,
 
 ENVIRONMENT_PREFIX = "FOREWORD_"
 MIB = 1 << 20
+TIB = 1 << 40
+YEAR_S = 365 * 86_400.0
+MAX_MESSAGE_BYTES = 2047 * MIB
+"""gRPC counts bytes of a message in 32 bits with a sign."""
+CPU_BLOCK_MULTIPLE = 8
+"""Tokens that the CPU device handles at once."""
 
 
 def _setting(table: str, kind: Kind, default: Any, help_text: str) -> Any:
@@ -36,12 +43,19 @@ class ServerConfig:
     insecure: bool = _setting("server", Switch(), False, "listen without TLS on an address others can reach")
     tls_certificate: str | None = _setting("server", Text("FILE"), None, "certificate chain in PEM format")
     tls_private_key: str | None = _setting("server", Text("FILE"), None, "private key of the certificate, PEM format")
-    max_receive_message_bytes: int = _setting("server", Size(64 << 10), 4 * MIB, "largest request message accepted")
-    max_send_message_bytes: int = _setting("server", Size(64 << 10), 4 * MIB, "largest response message sent")
-    drain_delay_s: float = _setting(
-        "server", Float(0), 0.0, "time between reporting NOT_SERVING and refusing calls, for load balancers to notice"
+    max_receive_message_bytes: int = _setting(
+        "server", Size(64 << 10, MAX_MESSAGE_BYTES), 4 * MIB, "largest request message accepted"
     )
-    drain_grace_s: float = _setting("server", Float(0), 30.0, "time running generations get to end at shutdown")
+    max_send_message_bytes: int = _setting(
+        "server", Size(64 << 10, MAX_MESSAGE_BYTES), 4 * MIB, "largest response message sent"
+    )
+    drain_delay_s: float = _setting(
+        "server",
+        Float(0, YEAR_S),
+        0.0,
+        "time between reporting NOT_SERVING and refusing calls, for load balancers to notice",
+    )
+    drain_grace_s: float = _setting("server", Float(0, YEAR_S), 30.0, "time running generations get to end at shutdown")
 
     model: str | None = _setting("model", Text("PATH"), None, "GGUF file or Hugging Face folder; default: built in")
     served_name: str | None = _setting("model", Text("NAME"), None, "name clients ask for; default: from the model")
@@ -49,12 +63,15 @@ class ServerConfig:
 
     device: str = _setting("engine", Choice("auto", "cpu"), "auto", "where the model runs")
     dtype: str = _setting("engine", Choice("auto", "bfloat16", "float32"), "auto", "type of weights and activations")
-    threads: int | None = _setting("engine", Integer(1, auto=True), None, "threads of the CPU device")
-    kv_cache_memory: int | None = _setting("engine", Size(MIB, auto=True), None, "memory of the KV cache")
+    threads: int | None = _setting("engine", Integer(1, 1024, auto=True), None, "threads of the CPU device")
+    kv_cache_memory: int | None = _setting("engine", Size(MIB, TIB, auto=True), None, "memory of the KV cache")
     block_size: int = _setting("engine", Integer(1, 256), 16, "tokens per block of the KV cache")
     max_num_sequences: int = _setting("engine", Integer(1), 64, "sequences that run at once")
     max_num_batched_tokens: int = _setting("engine", Integer(1), 512, "token budget of one step")
     max_num_waiting: int = _setting("engine", Integer(1), 1024, "requests that may wait; one more is refused")
+    engine_timeout_s: float = _setting(
+        "engine", Float(1, YEAR_S), 60.0, "an engine that is silent for so long is restarted; longer than any step"
+    )
     max_num_waiting_tokens: int = _setting("engine", Integer(1), 1 << 20, "prompt tokens that may wait")
 
     tokenizer_threads: int = _setting("stream", Integer(1, 256), 2, "threads that turn text into tokens")
@@ -62,12 +79,19 @@ class ServerConfig:
         "stream", Integer(1, 8192), 256, "tokens kept for a client that does not read, before its sequence pauses"
     )
     stall_budget_s: float = _setting(
-        "stream", Float(0.001), 60.0, "time a client may leave a message unread before its generation is aborted"
+        "stream",
+        Float(0.001, YEAR_S),
+        60.0,
+        "time a client may leave a message unread before its generation is aborted",
     )
-    max_generation_duration_s: float = _setting("stream", Float(0.001), 600.0, "longest time a generation may take")
+    max_generation_duration_s: float = _setting(
+        "stream", Float(0.001, YEAR_S), 600.0, "longest time a generation may take"
+    )
 
     log_level: str = _setting("log", Choice("debug", "info", "warning", "error"), "info", "least severe level logged")
-    log_format: str = _setting("log", Choice("console", "json"), "json", "format of the log on standard error")
+    log_format: str = _setting(
+        "log", Choice("auto", "console", "json"), "auto", "of standard error; auto: console on a terminal, else json"
+    )
 
     @property
     def host(self) -> str:
@@ -78,6 +102,11 @@ class ServerConfig:
     def has_tls(self) -> bool:
         """True when a certificate is configured."""
         return self.tls_certificate is not None
+
+    @property
+    def has_json_log(self) -> bool:
+        """True when log records are JSON."""
+        return self.log_format == "json" or (self.log_format == "auto" and not sys.stderr.isatty())
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ServerConfig)}
@@ -91,6 +120,11 @@ def flag_of(name: str) -> str:
 def environment_name_of(name: str) -> str:
     """`stall_budget_s` -> `FOREWORD_STALL_BUDGET_S`."""
     return ENVIRONMENT_PREFIX + name.upper()
+
+
+def program_name() -> str:
+    """How the program was called, such as `.venv/bin/foreword`; `foreword` where another program runs it."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "foreword" else "foreword"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -111,6 +145,11 @@ class ArgumentParser(argparse.ArgumentParser):
             subparser: ArgumentParser = getattr(parsed, "parser", self)
             raise ConfigError(f"unknown argument {word}{_nearest(word, subparser._option_string_actions)}")
         return parsed
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Leave after a help text has been written, which fails here when nobody reads it."""
+        sys.stdout.flush()
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
@@ -173,7 +212,13 @@ def _parse(name: str, raw: Any, source: str) -> Any:
     try:
         return kind.parse(raw)
     except ValueError:
-        raise ConfigError(f"{source}: {raw!r} is not {kind.allowed}") from None
+        raise ConfigError(f"{source}: {_shown(raw)} is not {kind.allowed}") from None
+
+
+def _shown(raw: Any) -> str:
+    """A value for a message, cut when it is absurdly long."""
+    text = repr(raw)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -181,7 +226,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # wider than TOMLDecodeError: absurd numbers, absurd nesting
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     table_of = {name: field.metadata["table"] for name, field in _FIELDS.items()}
     values = {}
@@ -212,6 +257,10 @@ def _check(config: ServerConfig) -> None:
         raise ConfigError(
             f"listen_address: {config.listen_address} can be reached by others; "
             "give --tls-certificate and --tls-private-key, or --insecure to listen without encryption"
+        )
+    if config.device in ("auto", "cpu") and config.block_size % CPU_BLOCK_MULTIPLE:
+        raise ConfigError(
+            f"block_size: must be a multiple of {CPU_BLOCK_MULTIPLE} on the CPU device, got {config.block_size}"
         )
     if config.max_num_batched_tokens < config.max_num_sequences:
         raise ConfigError(

@@ -9,6 +9,9 @@ import traceback
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+_QUIET_LOGGERS = ("grpc", "asyncio")
+"""Tell of every call and callback at their own debug level."""
+
 
 def configure_logging(level: str, json: bool) -> None:
     """Send structlog's and the standard library's records to standard error, one line each.
@@ -39,6 +42,8 @@ def configure_logging(level: str, json: bool) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -175,6 +176,8 @@ def _check_port_is_free(address: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{address} is in use; choose another with --listen-address") from None
         raise ConfigError(f"listen_address: cannot listen on {address}: {error.strerror or error}") from None
 
 
@@ -190,11 +193,20 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials:
 
 
 def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """What the engine process needs to know."""
+    """What the engine process needs to know.
+
+    Raises:
+        ConfigError: the model was not made for a context of this length.
+    """
+    limit = checkpoint.config.get("max_position_embeddings")
+    if isinstance(limit, int) and (config.max_model_len or 0) > limit:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is more than the {limit} tokens of the model's context"
+        )
     return EngineConfig(
         model_path=str(checkpoint.path),
         device="cpu" if config.device == "auto" else config.device,
-        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+        dtype=config.dtype,
         num_threads=config.threads or 0,
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory or 0,
@@ -204,7 +216,7 @@ def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_tokens=config.max_num_waiting_tokens,
         log_level=config.log_level,
-        log_json=config.log_format == "json",
+        log_json=config.has_json_log,
     )
 
 
@@ -223,6 +235,7 @@ async def running_server(
         CheckpointError: the model cannot be read.
         EngineUnavailable, EngineFault: the engine did not start.
     """
+    _check_port_is_free(config.listen_address)  # before time is spent on a model
     path = default_model_path() if config.model is None else Path(config.model)
     on_progress("tokenizer", 0, 1)
     checkpoint = await asyncio.to_thread(open_checkpoint, path)
@@ -232,9 +245,14 @@ async def running_server(
     model = ServedModel(name, checkpoint.architecture, text, checkpoint.eos_token_ids, has_chat_template)
     engine = EngineClient()
     try:
+        settings = engine_config(config, checkpoint)
         server = Server(config, engine, model)
         supervisor = EngineSupervisor(
-            engine_config(config, checkpoint), engine, on_progress=on_progress, on_ready=server.note_engine
+            settings,
+            engine,
+            on_progress=on_progress,
+            on_ready=server.note_engine,
+            engine_timeout_s=config.engine_timeout_s,
         )
         await server.start()
         try:

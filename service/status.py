@@ -67,6 +67,20 @@ def _field_violations(error: errors.ForewordError) -> list[message.Message]:
     return [error_details_pb2.BadRequest(field_violations=[violation])]
 
 
+_METADATA_NAMES = {
+    "num_prompt_tokens": "prompt_token_count",
+    "max_output_tokens": "max_output_token_count",
+    "max_model_len": "max_context_token_count",
+    "num_blocks": "block_count",
+    "block_size": "block_token_count",
+    "max_num_waiting": "max_waiting_sequence_count",
+    "max_num_waiting_tokens": "max_waiting_token_count",
+}
+"""The scheduler's names for what the API calls otherwise."""
+
+_PRIVATE_METADATA = {"deadline_ns", "now_ns"}
+"""Instants of this machine's monotonic clock, which mean nothing elsewhere."""
+
 _Code = grpc.StatusCode
 _MAPPINGS: dict[type[errors.ForewordError], _Mapping] = {
     errors.ForewordError: _Mapping(_Code.INTERNAL),
@@ -107,7 +121,7 @@ def status_of(error: errors.ForewordError) -> status_pb2.Status:
         delay.FromNanoseconds(round(mapping.retry_delay_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     size = sum(detail.ByteSize() + 64 for detail in details) + len(_clip(error.message).encode())
-    for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]:
+    for key, value in _public_metadata(error)[:_MAX_METADATA_ENTRIES]:
         size += len(key.encode()) + len(_clip(value).encode()) + 16
         if size > MAX_DETAILS_BYTES:
             break
@@ -134,6 +148,13 @@ async def abort(context: grpc.aio.ServicerContext, error: errors.ForewordError) 
         grpc.aio.AbortError: always; it must reach gRPC unchanged.
     """
     await context.abort(code_of(error), _clip(error.message), trailers_of(error))
+
+
+def _public_metadata(error: errors.ForewordError) -> list[tuple[str, str]]:
+    """Facts about an error under the names of the API."""
+    return [
+        (_METADATA_NAMES.get(key, key), value) for key, value in error.metadata.items() if key not in _PRIVATE_METADATA
+    ]
 
 
 def _mapping_of(error: errors.ForewordError) -> _Mapping:

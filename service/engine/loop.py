@@ -160,7 +160,7 @@ class EngineLoop:
         request_keys = self._active.pop(front_end, set())
         if not request_keys:
             return
-        logger.info("front end is gone", front_end=front_end, num_sequences=len(request_keys))
+        logger.debug("front end is gone", front_end=front_end, num_sequences=len(request_keys))
         for request_key in request_keys:
             self._engine.cancel(request_key)
 

@@ -34,6 +34,9 @@ _LONGEST_DELAY_S = 30.0
 _HEALTHY_LIFE_S = 60.0
 _REAP_TIMEOUT_S = 0.5
 _TERMINATE_TIMEOUT_S = 2.0
+_CHECKS_PER_TIMEOUT = 10
+"""Short enough that time in which this process itself was stopped does not count as the engine's."""
+
 _LINE_LIMIT = 1 << 20
 _STANDARD_ERROR = 2
 
@@ -55,6 +58,7 @@ class EngineSupervisor:
         on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         on_ready: Callable[[bool], None] = lambda ready: None,
         factory: str = "foreword.service.engine.builder:build_engine",
+        engine_timeout_s: float = 60.0,
     ) -> None:
         """Prepare; nothing runs before `start`.
 
@@ -64,12 +68,14 @@ class EngineSupervisor:
             on_progress: called with (stage, done, total) while an engine loads.
             on_ready: called with True when an engine takes requests, with False when it has died or is stopped.
             factory: "module:function" that builds the engine in its process.
+            engine_timeout_s: an engine that says nothing for so long is killed; more than its longest step takes.
         """
         self.client = client
         self._config = config
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._factory = factory
+        self._engine_timeout_s = engine_timeout_s
         self._directory: Path | None = None
         self._process: Process | None = None
         self._events: asyncio.StreamReader | None = None
@@ -163,13 +169,31 @@ class EngineSupervisor:
                 await self._end_process(EngineUnavailable(f"the engine could not be restarted: {error}"), 0.0)
 
     async def _watch(self) -> None:
-        """Wait until the engine has died; end what it worked on."""
-        while (event := await self._next_event()) is not None:
-            if isinstance(event, StepFailed):
-                self.client.fail(event.request_keys, EngineFault(event.message))
-        cause = await self._cause_of_death()
+        """Wait until the engine has died, or kill it when it hangs; end what it worked on."""
+        watchdog = asyncio.create_task(self._kill_when_silent(), name="engine-watchdog")
+        try:
+            while (event := await self._next_event()) is not None:
+                if isinstance(event, StepFailed):
+                    self.client.fail(event.request_keys, EngineFault(event.message))
+        finally:
+            watchdog.cancel()
+            await asyncio.wait([watchdog])
+        has_hung = not watchdog.cancelled()
+        cause = f"engine did not respond for {self._engine_timeout_s:g} s" if has_hung else await self._cause_of_death()
         logger.error("engine died", cause=cause)
         await self._end_process(EngineUnavailable(cause), 0.0)
+
+    async def _kill_when_silent(self) -> None:
+        """Return once the engine has said nothing for too long, not even when asked, and was killed for it."""
+        num_silent = 0
+        while num_silent < _CHECKS_PER_TIMEOUT:
+            num_received = self.client.num_received
+            self.client.ping()
+            await asyncio.sleep(self._engine_timeout_s / _CHECKS_PER_TIMEOUT)
+            num_silent = 0 if self.client.num_received != num_received else num_silent + 1
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _next_event(self) -> Event | None:
         """What the process says next; None once it has died."""

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import structlog
 
-from foreword.scheduler.errors import EngineFault, ForewordError, InvalidField, UnknownRequest
-from foreword.service.frontend.boundary import Undecodable
+from foreword.scheduler.errors import ClientStalled, EngineFault, ForewordError, InvalidField, UnknownRequest
+from foreword.service.frontend.boundary import Undecodable, log_refusal
 from foreword.service.frontend.frontend import Frontend, rpc_deadline_ns
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.registry import MAX_RECENT
@@ -55,6 +55,10 @@ class BidiStream:
         reader.add_done_callback(lambda _: self._wake.set())
         try:
             await self._write(reader)
+        except ClientStalled as error:
+            for generation in self._live:
+                generation.abandon(error)
+            raise
         finally:
             tasks = [reader, *self._starts]
             for task in tasks:
@@ -69,6 +73,7 @@ class BidiStream:
             try:
                 await self._carry_out(command, index)
             except ForewordError as error:
+                log_refusal(error, command_index=index)
                 self._refuse(index, error)
             index += 1
 
@@ -143,8 +148,13 @@ class BidiStream:
         self._frontend.close(generation)
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
+        has_begun = False
         while True:
             if events := self._collect():
+                if not has_begun:
+                    # apart from the first message: while a write of both is blocked, gRPC cannot send a status
+                    await self._context.send_initial_metadata(())
+                    has_begun = True
                 response = generation_service_pb2.BidiGenerateTextResponse(events=events)
                 await self._frontend.write(self._context, response)
                 continue

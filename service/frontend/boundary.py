@@ -11,7 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from foreword.scheduler.errors import EngineFault, ForewordError
+from foreword.scheduler.errors import EngineFault, ForewordError, InvalidField
 from foreword.service import status
 
 _log = structlog.get_logger(__name__)
@@ -47,10 +47,21 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
         if not inspect.iscoroutinefunction(behavior):
             behavior = _unimplemented(handler_call_details.method)
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(_guarded(behavior), _decoder(handler.request_deserializer), handler.response_serializer)
+        behavior = _guarded(behavior, handler_call_details.method)
+        return make(behavior, _decoder(handler.request_deserializer), handler.response_serializer)
 
 
-def _guarded(behavior: Behavior) -> Behavior:
+def log_refusal(error: ForewordError, **where: object) -> None:
+    """Log what is turned down before a generation was opened for it; later errors are logged as how that one ended."""
+    _log.info("refused", reason=error.reason, **field_of(error), **where)
+
+
+def field_of(error: ForewordError | None) -> dict[str, str]:
+    """The field that an error is about, as a fact for the log; its value may be what a caller wrote."""
+    return {"field": error.field} if isinstance(error, InvalidField) else {}
+
+
+def _guarded(behavior: Behavior, method: str) -> Behavior:
     async def guarded(request: Any, context: Any) -> Any:
         try:
             if isinstance(request, Undecodable):
@@ -63,6 +74,8 @@ def _guarded(behavior: Behavior) -> Behavior:
             error: ForewordError = status.RpcCancelled("the call was cancelled")
         except ForewordError as raised:
             error = raised
+            if "request_id" not in structlog.contextvars.get_contextvars():
+                log_refusal(error, method=method)
         except Exception:
             request_id = structlog.contextvars.get_contextvars().get("request_id", "")
             _log.error("handler failed", exc_info=True)

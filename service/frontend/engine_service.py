@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from foreword.service.frontend.frontend import Frontend
 from foreword.service.frontend.responses import engine_message, load_message, timestamp
 from foreword.service.frontend.validation import check_supported
+from foreword.service.version import installed_version
 from foreword.v1 import engine_service_pb2, engine_service_pb2_grpc
 
 
@@ -25,7 +25,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         frontend = self._frontend
         info = frontend.engine.info if frontend.engine.ready else None
         return engine_service_pb2.GetServerInfoResponse(
-            version=_version(),
+            version=installed_version(),
             state=engine_service_pb2.ServerState.ValueType(frontend.state.value),
             start_time=timestamp(frontend.start_time_ns),
             engine=None if info is None else engine_message(info, frontend.model.name),
@@ -40,10 +40,3 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         check_supported(request, (), {})
         self._frontend.engine_info()
         return engine_service_pb2.GetLoadResponse(load=load_message(self._frontend.engine.load))
-
-
-def _version() -> str:
-    try:
-        return version("foreword")
-    except PackageNotFoundError:  # run from the source tree
-        return "0+source"

@@ -15,6 +15,7 @@ from foreword.scheduler.errors import ClientStalled, EngineUnavailable
 from foreword.service.config import ServerConfig
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import EngineInfo
+from foreword.service.frontend.boundary import field_of
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.registry import GenerationRegistry
@@ -86,12 +87,10 @@ class Frontend:
         """Check a specification and register its generation, which the caller must `close`.
 
         Raises:
-            InvalidField, UnknownModel, DuplicateRequest, EngineUnavailable: it cannot begin.
+            InvalidField, ContextLengthExceeded, UnknownModel, DuplicateRequest, EngineUnavailable: it cannot begin.
         """
         self.model.check_name(spec.model)
-        settings = read_settings(
-            spec, self.engine_info().vocab_size, round(self.config.max_generation_duration_s * 1e9)
-        )
+        settings = read_settings(spec, self.engine_info(), round(self.config.max_generation_duration_s * 1e9))
         self.registry.check_free(settings.request_id)
         generation = Generation(
             settings,
@@ -114,6 +113,7 @@ class Frontend:
             "generation ended",
             request_id=generation.settings.request_id,
             outcome=generation.outcome,
+            **field_of(generation.error),
             prompt_tokens=counts.num_prompt,
             output_tokens=counts.num_output,
             queue_us=timeline.between_us(timeline.tokenize_ns, timeline.schedule_ns),
@@ -135,6 +135,9 @@ class Frontend:
         structlog.contextvars.bind_contextvars(request_id=generation.settings.request_id)
         try:
             yield generation, self.converter(generation)
+        except ClientStalled as error:
+            generation.abandon(error)
+            raise
         finally:
             self.close(generation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Callable
@@ -12,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from foreword.scheduler.errors import ContextLengthExceeded, EngineFault, EngineUnavailable, ForewordError, InvalidField
+from foreword.scheduler.errors import (
+    ContextLengthExceeded,
+    DeadlineInfeasible,
+    EngineFault,
+    EngineUnavailable,
+    ForewordError,
+    InvalidField,
+)
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason
 from foreword.service.engine.client import EngineClient
@@ -25,6 +33,9 @@ from foreword.service.status import RpcDeadlineExceeded
 from foreword.service.text.detokenizer import IncrementalDetokenizer, TextDelta
 
 _log = structlog.get_logger(__name__)
+
+DEADLINE_GRACE_S = 1.0
+"""Time the engine gets to end a generation whose deadline has passed, before it is ended without the engine."""
 
 _STOPS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
@@ -145,6 +156,7 @@ class Generation:
         self._request_key = engine.new_request_key()
         self._cancel_requested = False
         self._paused_ns = 0
+        self._watchdog: asyncio.TimerHandle | None = None
         self._eos_token_ids = () if settings.ignore_eos else model.eos_token_ids
         self._detokenizer = IncrementalDetokenizer(
             model.text.vocabulary,
@@ -195,7 +207,7 @@ class Generation:
             if self._cancel_requested:
                 self._end(Finish(FinishReason.CANCELLED))
             else:
-                await self._engine.submit(request, self)
+                await self._submit(request)
             self.is_admitted = True
         except ForewordError as error:
             self.error = error
@@ -213,8 +225,15 @@ class Generation:
             self._engine.forget(self._request_key)
             self.on_failure(error)
 
+    def abandon(self, error: ForewordError) -> None:
+        """End it with an error, also when it was over but its end did not reach the caller."""
+        self.fail(error)
+        self.error = error
+
     def close(self) -> None:
         """Free what it holds in the engine, when nobody waits for the rest."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         if not self.is_over:
             self._engine.forget(self._request_key)
 
@@ -260,9 +279,31 @@ class Generation:
             raise InvalidField("prompt", "has no tokens")
         return token_ids
 
+    async def _submit(self, request: Request) -> None:
+        """Hand it to the engine, and see to it that it ends even if the engine does not answer."""
+        end_s = request.deadline_ns / 1e9 + DEADLINE_GRACE_S  # the loop's clock is the monotonic one
+        self._watchdog = asyncio.get_running_loop().call_at(end_s, self._overrun)
+        try:
+            async with asyncio.timeout_at(end_s):
+                await self._engine.submit(request, self)
+        except TimeoutError:
+            self._overrun()
+            if self.error is not None:
+                raise self.error from None
+        except DeadlineInfeasible:
+            if self._is_rpc_deadline:
+                raise
+            self._end(Finish(FinishReason.DEADLINE))
+
     def _request(self, prompt_token_ids: npt.NDArray[np.int32]) -> Request:
         settings = self.settings
         self.max_output_tokens = self._room_for_output(len(prompt_token_ids))
+        if settings.min_output_tokens > self.max_output_tokens:
+            raise InvalidField(
+                "stopping.min_output_token_count",
+                f"must be at most {self.max_output_tokens}, which is what the context leaves room for, "
+                f"got {settings.min_output_tokens}",
+            )
         deadline_ns = self.timeline.receive_ns + settings.max_duration_ns
         if self._rpc_deadline_ns is not None:
             deadline_ns = min(deadline_ns, self._rpc_deadline_ns)
@@ -382,13 +423,26 @@ class Generation:
                 self._engine.resume(self._request_key)
 
     def _conclude(self, reason: FinishReason, stop_token_id: int | None) -> None:
-        """Turn the scheduler's reason into a finish or an error."""
+        """Turn the scheduler's reason into a finish or an error.
+
+        A length is what the caller asked for; without one, what there is room for in the context.
+        """
+        if reason in (FinishReason.LENGTH, FinishReason.CONTEXT_LIMIT):
+            has_length = self.settings.max_output_tokens is not None
+            reason = FinishReason.LENGTH if has_length else FinishReason.CONTEXT_LIMIT
         if reason is FinishReason.FAILED:
             self.on_failure(EngineFault("the model gave no usable result for this generation"))
         elif reason is FinishReason.DEADLINE and self._is_rpc_deadline:
             self.on_failure(RpcDeadlineExceeded("the deadline of the RPC has passed"))
         else:
             self._end(Finish(reason, stop_token_id=stop_token_id))
+
+    def _overrun(self) -> None:
+        """End it, as its deadline has passed and the engine is silent. No effect once it is over."""
+        if not self.is_over:
+            self._engine.forget(self._request_key)
+            self._release(self._detokenizer.finish(), time.monotonic_ns())
+            self._conclude(FinishReason.DEADLINE, None)
 
     @property
     def _is_rpc_deadline(self) -> bool:

@@ -49,6 +49,8 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             rpc_deadline_ns=rpc_deadline_ns(context),
         ) as (generation, converter):
             await generation.start()
+            # apart from the first message: while a write of both is blocked, gRPC cannot send a status
+            await context.send_initial_metadata(())
             events = [generation_pb2.GenerationEvent(started=converter.started())]
             is_last = False
             while not is_last:

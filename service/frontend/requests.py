@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from foreword.scheduler.errors import InvalidField
+from foreword.scheduler.errors import ContextLengthExceeded, InvalidField
 from foreword.scheduler.request import SamplingParams
+from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend import validation
 from foreword.service.frontend.settings import Chat, GenerationSettings, Prompt, TimingLevel
 from foreword.service.text.chat_template import ChatMessage
@@ -68,17 +69,20 @@ _ROLES = {
 }
 
 
-def read_settings(spec: generation_pb2.GenerationSpec, vocab_size: int, max_duration_ns: int) -> GenerationSettings:
+def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_duration_ns: int) -> GenerationSettings:
     """Check a specification and fill in its defaults.
 
     Args:
         spec: from a caller.
-        vocab_size: token ids are below it.
+        info: facts about the engine that is to generate.
         max_duration_ns: the server's own limit.
 
     Raises:
         InvalidField: a field cannot be used.
+        ContextLengthExceeded: more token ids than the context holds.
     """
+    vocab_size = info.vocab_size
+    validation.check_count("chat.messages", len(spec.chat.messages), validation.MAX_MESSAGES)
     validation.check_supported(spec, SUPPORTED_FIELDS, NEUTRAL_VALUES)
     if spec.HasField("request_id"):
         validation.check_request_id("request_id", spec.request_id)
@@ -96,7 +100,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, vocab_size: int, max_dura
     validation.check_number("priority", spec.priority, -100, 100)
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
-        prompt=_read_prompt(spec, vocab_size),
+        prompt=_read_prompt(spec, info),
         sampling=_read_sampling(spec.sampling),
         max_output_tokens=max_tokens,
         min_output_tokens=min_tokens,
@@ -129,7 +133,7 @@ def read_chat(chat: chat_pb2.ChatInput, path: str = "chat") -> Chat:
     return Chat(messages, chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True)
 
 
-def _read_prompt(spec: generation_pb2.GenerationSpec, vocab_size: int) -> Prompt:
+def _read_prompt(spec: generation_pb2.GenerationSpec, info: EngineInfo) -> Prompt:
     kind = spec.WhichOneof("input")
     if kind is None:
         raise InvalidField("input", "is required: one of prompt, prompt_token_ids, chat")
@@ -139,10 +143,17 @@ def _read_prompt(spec: generation_pb2.GenerationSpec, vocab_size: int) -> Prompt
         if not spec.prompt:
             raise InvalidField("prompt", "is empty")
         return spec.prompt
-    token_ids = np.array(spec.prompt_token_ids.ids, np.int32)
-    if not len(token_ids):
+    count = len(spec.prompt_token_ids.ids)
+    if not count:
         raise InvalidField("prompt_token_ids.ids", "is empty")
-    validation.check_token_ids("prompt_token_ids.ids", token_ids, vocab_size)
+    if count > info.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {count} tokens, the context {info.max_model_len}",
+            prompt_token_count=count,
+            max_context_token_count=info.max_model_len,
+        )
+    token_ids = np.array(spec.prompt_token_ids.ids, np.int32)
+    validation.check_token_ids("prompt_token_ids.ids", token_ids, info.vocab_size)
     return token_ids
 
 

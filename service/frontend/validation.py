@@ -13,6 +13,12 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from foreword.scheduler.errors import InvalidField
 
+MAX_STOP_BYTES = 16_384
+"""Bytes of all stop strings of a generation; an automaton of so many is built within about 20 ms."""
+
+MAX_MESSAGES = 4096
+"""Turns of a conversation."""
+
 
 def check_supported(message: Message, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
     """Refuse every field that is set and not known to be supported, so that none is ever ignored.
@@ -70,8 +76,14 @@ def check_request_id(path: str, request_id: str) -> None:
         raise InvalidField(path, "must be 1 to 64 characters of printable ASCII")
 
 
-def check_token_ids(path: str, token_ids: npt.NDArray[np.int32], vocab_size: int) -> None:
+def check_token_ids(path: str, token_ids: npt.NDArray[np.int32], vocab_size: int, first_index: int = 0) -> None:
     """Require ids of the vocabulary.
+
+    Args:
+        path: of the field.
+        token_ids: a part of the field's ids.
+        vocab_size: ids are below it.
+        first_index: of the part in the field.
 
     Raises:
         InvalidField: one is not; names the first.
@@ -79,26 +91,31 @@ def check_token_ids(path: str, token_ids: npt.NDArray[np.int32], vocab_size: int
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         index = int(outside[0])
-        raise InvalidField(f"{path}[{index}]", f"must be from 0 to {vocab_size - 1}, got {token_ids[index]}")
+        raise InvalidField(
+            f"{path}[{first_index + index}]", f"must be from 0 to {vocab_size - 1}, got {token_ids[index]}"
+        )
 
 
 def check_stop_strings(path: str, stop_strings: Collection[str]) -> None:
-    """Require at most 1,024 strings of 1 to 1,024 bytes.
+    """Require at most 1,024 strings of 1 to 1,024 bytes, and of 16,384 bytes in all.
 
     Raises:
         InvalidField: there are more, or one is empty or longer.
     """
     check_count(path, len(stop_strings))
-    for index, text in enumerate(stop_strings):
-        if not 1 <= len(text.encode()) <= 1024:
-            raise InvalidField(f"{path}[{index}]", f"must have 1 to 1,024 bytes, has {len(text.encode())}")
+    sizes = [len(text.encode()) for text in stop_strings]
+    for index, size in enumerate(sizes):
+        if not 1 <= size <= 1024:
+            raise InvalidField(f"{path}[{index}]", f"must have 1 to 1,024 bytes, has {size}")
+    if sum(sizes) > MAX_STOP_BYTES:
+        raise InvalidField(path, f"must have at most {MAX_STOP_BYTES:,} bytes in all, have {sum(sizes):,}")
 
 
-def check_count(path: str, count: int) -> None:
-    """Require at most 1,024 entries.
+def check_count(path: str, count: int, limit: int = 1024) -> None:
+    """Require at most `limit` entries.
 
     Raises:
         InvalidField: there are more.
     """
-    if count > 1024:
-        raise InvalidField(path, f"must have at most 1,024 entries, has {count}")
+    if count > limit:
+        raise InvalidField(path, f"must have at most {limit:,} entries, has {count:,}")

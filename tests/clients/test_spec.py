@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -74,6 +75,21 @@ def test_durations_and_levels() -> None:
     assert spec.output.timing_level == TimingLevel.TIMING_LEVEL_STEP
 
 
+@pytest.mark.parametrize("level", ["step", "STEP", "TIMING_LEVEL_STEP"])
+def test_a_timing_level_has_a_short_and_a_full_name(level: Any) -> None:
+    assert generation_spec("hi", {"timing_level": level}).output.timing_level == TimingLevel.TIMING_LEVEL_STEP
+
+
+@pytest.mark.parametrize("duration", [1.5, timedelta(seconds=1.5)])
+@pytest.mark.parametrize(
+    ("name", "section"), [("max_generation_duration", "stopping"), ("coalesce_duration", "output")]
+)
+def test_durations_are_seconds_or_timedeltas(name: str, section: str, duration: Any) -> None:
+    options: Any = {name: duration}
+    field = getattr(getattr(generation_spec("hi", options), section), name)
+    assert field.ToTimedelta() == timedelta(seconds=1.5)
+
+
 @pytest.mark.parametrize("token_ids", [[3, 0, 7], (3, 0, 7), np.array([3, 0, 7], np.int32)])
 def test_token_ids_as_prompt(token_ids: Any) -> None:
     spec = generation_spec(token_ids, {})
@@ -98,11 +114,41 @@ def test_an_empty_text_is_sent_for_the_server_to_refuse() -> None:
     ("prompt", "options", "error", "message"),
     [
         ([], {}, ValueError, "prompt: an empty sequence"),
-        ([Message("robot", "hi")], {}, ValueError, "ROLE_ROBOT"),  # type: ignore[arg-type]
+        (b"hi", {}, TypeError, "prompt: .*bytes.* a text, token ids or Messages"),
+        (7, {}, TypeError, "prompt: .*int.* a text, token ids or Messages"),
+        (["hi"], {}, TypeError, "prompt: .*str.* a text, token ids or Messages"),
+        ([{"role": "user", "content": "hi"}], {}, TypeError, "prompt: .*dict.* a text, token ids or Messages"),
+        ([Message("user", "hi"), "hi"], {}, TypeError, "prompt: .*str.* a text, token ids or Messages"),
+        (
+            [Message("user", "hi"), Message("robot", "hi")],  # type: ignore[arg-type]
+            {},
+            ValueError,
+            r"messages\[1\].role: 'robot' .* system, user, assistant, tool",
+        ),
+        ("a\udcff", {}, ValueError, "^prompt: not valid Unicode"),
+        ([1, 2**31], {}, ValueError, "^prompt_token_ids: .*2147483648"),
+        (
+            [Message("user", "ok"), Message("user", "\udcff")],
+            {},
+            ValueError,
+            r"^messages\[1\].content: not valid Unicode",
+        ),
+        ("hi", {"max_output_token_count": 99999999999}, ValueError, "^max_output_token_count: .*99999999999"),
+        ("hi", {"seed": 1 << 80}, ValueError, "^seed: "),
+        ("hi", {"model": "\udcff"}, ValueError, "^model: not valid Unicode"),
+        ("hi", {"stop_strings": ["ok", "\udcff"]}, ValueError, "^stop_strings: not valid Unicode"),
+        ("hi", {"stop_strings": "\n"}, TypeError, "stop_strings: .*sequence of texts"),
+        ("hi", {"stop_strings": b"ab"}, TypeError, "stop_strings: .*sequence of texts"),
+        ("hi", {"max_generation_duration": "1s"}, TypeError, "max_generation_duration: .*seconds .* timedelta"),
+        ("hi", {"max_generation_duration": True}, TypeError, "max_generation_duration: .*seconds .* timedelta"),
+        ("hi", {"coalesce_duration": math.nan}, ValueError, "coalesce_duration: nan .*seconds .* timedelta"),
+        ("hi", {"coalesce_duration": 1e300}, ValueError, "coalesce_duration: 1e.300 .*seconds .* timedelta"),
         ("hi", {"temprature": 1}, TypeError, "'temprature' is not a setting"),
         ("hi", {"prompt": "other"}, TypeError, "'prompt' is not a setting"),
         ("hi", {"sampling": SamplingConfig()}, TypeError, "'sampling' is not a setting"),
-        ("hi", {"timing_level": "loud"}, ValueError, "TIMING_LEVEL_LOUD"),
+        ("hi", {"timing_level": "loud"}, ValueError, "timing_level: 'loud' .* none, summary, step"),
+        ("hi", {"timing_level": "unspecified"}, ValueError, "timing_level: .* none, summary, step"),
+        ("hi", {"timing_level": 9}, ValueError, "timing_level: .* none, summary, step"),
         ("hi", {"top_k": 1 << 40}, ValueError, "out of range"),
         ("hi", {"top_k": "many"}, TypeError, "integer"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_every_setting_can_be_given_in_every_source(tmp_path: Path) -> None:
         "log_level": "debug",
         "log_format": "console",
         "max_num_batched_tokens": "100",
+        "block_size": "64",
     }
     for field in dataclasses.fields(ServerConfig):
         if field.name in ("tls_certificate", "tls_private_key"):
@@ -58,6 +60,29 @@ def test_every_setting_can_be_given_in_every_source(tmp_path: Path) -> None:
         by_flag = read(arguments)
         assert by_flag == read(environment={f"FOREWORD_{field.name.upper()}": text}) == read(toml=file)
         assert getattr(by_flag, field.name) != field.default
+
+
+@pytest.mark.parametrize(
+    ("log_format", "is_terminal", "has_json_log"),
+    [("auto", True, False), ("auto", False, True), ("json", True, True), ("console", False, False)],
+)
+def test_the_log_is_for_people_on_a_terminal_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, log_format: str, is_terminal: bool, has_json_log: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    assert read(["--log-format", log_format]).has_json_log is has_json_log
+    assert read().log_format == "auto"
+
+
+def test_the_example_of_the_guide(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```toml\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "foreword.toml"
+    file.write_text(example)
+    config = read(toml=file)
+    assert (config.max_model_len, config.kv_cache_memory, config.drain_grace_s) == (4096, 512 << 20, 10)
+    assert config == read(toml=file, environment={"FOREWORD_MAX_MODEL_LEN": "4096"})
+    assert config == read(["--max-model-len", "4096"], toml=file)
 
 
 def test_config_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
@@ -94,6 +119,16 @@ def test_auto_is_none_and_sizes_have_units() -> None:
         (["--stall-budget-s", "nan"], {}, None, ["--stall-budget-s", "'nan'"]),
         (["--stall-budget-s", "inf"], {}, None, ["--stall-budget-s"]),
         (["--kv-cache-memory", "1KiB"], {}, None, ["--kv-cache-memory", "1MiB"]),
+        (["--kv-cache-memory", "99999999GiB"], {}, None, ["--kv-cache-memory", "1024GiB"]),
+        (["--max-receive-message-bytes", "2GiB"], {}, None, ["--max-receive-message-bytes", "2047MiB"]),
+        (["--max-send-message-bytes", "3GiB"], {}, None, ["--max-send-message-bytes", "2047MiB"]),
+        (["--max-generation-duration-s", "1e13"], {}, None, ["--max-generation-duration-s", "31536000"]),
+        (["--threads", "1025"], {}, None, ["--threads", "from 1 to 1024"]),
+        (["--block-size", "17"], {}, None, ["block_size", "multiple of 8", "17"]),
+        ([], {}, f"[stream]\nstall_budget_s = 1{'0' * 400}\n", ["stream.stall_budget_s", "1000"]),
+        ([], {}, f"[engine]\nthreads = {'9' * 5000}\n", ["not valid TOML"]),
+        ([], {}, f"[engine]\nthreads = {'[' * 5000}\n", ["not valid TOML"]),
+        ([], {"FOREWORD_THREADS": "9" * 5000}, None, ["FOREWORD_THREADS", "999…"]),
         (["--kv-cache-memory", "12parsecs"], {}, None, ["--kv-cache-memory", "512MiB"]),
         (["--listen-address", "50051"], {}, None, ["--listen-address", "HOST:PORT"]),
         (["--listen-address", "127.0.0.1:65536"], {}, None, ["65535"]),
@@ -118,6 +153,7 @@ def test_bad_settings_are_one_line_errors(
     message = str(caught.value)
     assert all(part in message for part in parts), message
     assert "\n" not in message
+    assert len(message) < 300
 
 
 def test_missing_file_is_an_error(tmp_path: Path) -> None:

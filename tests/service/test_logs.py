@@ -17,6 +17,8 @@ def _restore() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    for name in ("grpc", "asyncio"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
     structlog.reset_defaults()
 
 
@@ -60,3 +62,12 @@ def test_console_format_is_for_people(capsys: pytest.CaptureFixture[str]) -> Non
     assert "look" in text
     assert "count=3" in text
     assert "not shown" not in text
+
+
+@pytest.mark.parametrize("level", ["debug", "error"])
+def test_other_libraries_tell_nothing_of_their_inner_life(capsys: pytest.CaptureFixture[str], level: str) -> None:
+    configure_logging(level, json=True)
+    for name in ("grpc", "grpc.aio", "asyncio"):
+        logging.getLogger(name).debug("a message")
+        logging.getLogger(name).warning("watch out")
+    assert [line["event"] for line in lines(capsys)] == ["watch out"] * (3 if level == "debug" else 0)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -122,8 +123,13 @@ async def test_killed_engine_ends_streams_and_is_replaced(server: Server, client
 
 def engine_processes() -> list[int]:
     """Children of this process that run an engine."""
-    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in children.stdout.splitlines() if "engine.process" in line]
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+            is_child = f"\nPPid:\t{os.getpid()}\n" in (process / "status").read_text()
+            if is_child and b"engine.process" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 async def test_command_line() -> None:
@@ -159,6 +165,35 @@ async def test_command_line() -> None:
     ended = [json.loads(line) for line in log.splitlines() if '"generation ended"' in line]
     assert len(ended) == 4
     assert all(line["output_tokens"] == 8 and line["request_id"] for line in ended[:2])
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+async def test_ctrl_c_drains_and_says_so(num_signals: int) -> None:
+    command = [sys.executable, "-c", "import sys; from foreword.service.cli import main; sys.exit(main())"]
+    flags = ["serve", "--listen-address", "127.0.0.1:0", "--max-model-len", "512"]
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            match = re.search(r"127\.0\.0\.1:\d+", await asyncio.to_thread(process.stdout.readline))
+            assert match
+            async with AsyncClient(match[0]) as client:
+                stream = client.stream("Once", max_output_token_count=400, ignore_eos=True)
+                await anext(aiter(stream))
+                process.send_signal(signal.SIGINT)
+                while "Draining" not in (note := await asyncio.to_thread(process.stderr.readline)):
+                    assert note
+                assert note == "Draining: 1 generation may take up to 30 s to end; Ctrl-C again ends at once.\n"
+                if num_signals == 2:
+                    process.send_signal(signal.SIGINT)
+                    with pytest.raises(ForewordClientError):
+                        await stream.result()
+                else:
+                    assert (await stream.result()).usage.output_token_count == 400
+        finally:
+            process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(process.communicate)
+    assert process.returncode == 0
 
 
 async def test_demo() -> None:

@@ -79,3 +79,26 @@ def test_details_stay_below_the_bound(error: errors.ForewordError) -> None:
     found = status.status_of(error)
     assert found.ByteSize() <= status.MAX_DETAILS_BYTES
     assert unpack(found)["ErrorInfo"].reason == error.reason
+
+
+def test_metadata_speaks_the_language_of_the_api() -> None:
+    error = errors.ContextLengthExceeded(
+        "x", num_prompt_tokens=9, max_output_tokens=8, max_model_len=7, num_blocks=6, block_size=5
+    )
+    assert unpack(status.status_of(error))["ErrorInfo"].metadata == {  # type: ignore[attr-defined]
+        "prompt_token_count": "9",
+        "max_output_token_count": "8",
+        "max_context_token_count": "7",
+        "block_count": "6",
+        "block_token_count": "5",
+    }
+    error = errors.QueueFull("x", max_num_waiting=2, max_num_waiting_tokens=3)
+    assert unpack(status.status_of(error))["ErrorInfo"].metadata == {  # type: ignore[attr-defined]
+        "max_waiting_sequence_count": "2",
+        "max_waiting_token_count": "3",
+    }
+
+
+def test_metadata_tells_nothing_of_the_servers_clock() -> None:
+    error = errors.DeadlineInfeasible("x", deadline_ns=123, now_ns=456)
+    assert unpack(status.status_of(error))["ErrorInfo"].metadata == {}  # type: ignore[attr-defined]

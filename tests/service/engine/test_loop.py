@@ -9,6 +9,7 @@ import pytest
 import zmq
 from engine_fakes import NO_LIMIT, expected_tokens, make_request
 from engine_harness import EngineThread
+from structlog.testing import capture_logs
 
 from foreword.scheduler.step import FinishReason
 from foreword.service.engine.codec import Codec
@@ -149,6 +150,19 @@ def test_what_a_front_end_leaves_behind_is_cancelled(serve: Serve) -> None:
         welcome = staying.hear()
         assert isinstance(welcome, Welcome)
         assert (welcome.load.num_running, welcome.load.num_waiting) == (0, 0)
+
+
+def test_a_front_end_that_is_gone_is_no_news_at_the_usual_level(serve: Serve) -> None:
+    """At every shutdown with generations under way there is one."""
+    thread = serve(step_s=0.002)
+    with capture_logs() as logs, front_end(thread, 1) as staying:
+        with front_end(thread, 0) as leaving:
+            leaving.submit(1, max_output_tokens=NO_LIMIT)
+            while not isinstance(leaving.hear(), StepReport):
+                pass
+        assert staying.hear_until_the_end(staying.submit(1, max_output_tokens=300))[1] is FinishReason.LENGTH
+        levels = [entry["log_level"] for entry in logs if entry["event"] == "front end is gone"]
+    assert levels == ["debug"]
 
 
 def test_paused_sequences_are_not_a_reason_to_stay_awake(serve: Serve) -> None:

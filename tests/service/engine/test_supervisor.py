@@ -199,6 +199,45 @@ async def test_an_engine_that_hangs_is_killed(launch: Launch, monkeypatch: pytes
     assert children() == []
 
 
+@pytest.mark.parametrize("phase", ["idle", "submitting", "running", "paused"])
+async def test_an_engine_that_does_not_respond_is_replaced(launch: Launch, phase: str) -> None:
+    supervisor = launch(engine_timeout_s=0.5)
+    await supervisor.start()
+    first, sink = supervisor.pid, None
+    assert first is not None
+    if phase in ("running", "paused"):
+        sink = await generate(supervisor, NO_LIMIT)
+        await until(lambda: sink.num_updates > 0)
+        if phase == "paused":
+            supervisor.client.pause(supervisor.client.new_request_key() - 1)
+    os.kill(first, signal.SIGSTOP)
+    stopped = time.monotonic()
+    if phase == "submitting":
+        with pytest.raises(EngineUnavailable, match=r"^engine did not respond for 0.5 s$"):
+            await generate(supervisor)
+    await until(lambda: not supervisor.client.ready)
+    assert 0.4 < time.monotonic() - stopped < 2.0
+    if sink is not None:
+        assert isinstance(sink.error, EngineUnavailable)
+        assert sink.error.message == "engine did not respond for 0.5 s"
+    await until(lambda: supervisor.client.ready)
+    assert supervisor.pid not in (None, first)
+
+
+async def test_an_engine_that_is_slow_or_has_nothing_to_do_is_left_alone(launch: Launch) -> None:
+    supervisor = launch(engine_timeout_s=0.2)  # of twenty steps
+    await supervisor.start()
+    first = supervisor.pid
+    sink = await generate(supervisor, 80)
+    await until(lambda: sink.ended)
+    assert sink.finish_reason is FinishReason.LENGTH
+    paused = await generate(supervisor, NO_LIMIT)
+    supervisor.client.pause(supervisor.client.new_request_key() - 1)
+    await asyncio.sleep(0.6)
+    assert not paused.ended
+    assert supervisor.pid == first
+
+
 async def test_stopping_twice_and_before_the_start_is_harmless(launch: Launch) -> None:
     supervisor = launch("build_fast")
     await supervisor.stop()

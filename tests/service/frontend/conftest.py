@@ -174,6 +174,11 @@ class Harness:
         self.generation = GenerationServiceStub(channel)
         self.registry = server.frontend.registry
 
+    def outcomes(self) -> dict[str, str]:
+        """What the log says of each generation that has ended."""
+        ended = [entry for entry in self.logs if entry["event"] == "generation ended"]
+        return {entry["request_id"]: entry["outcome"] for entry in ended}
+
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"

@@ -16,6 +16,7 @@ from foreword.service.frontend import bidi_stream
 from foreword.v1 import generation_pb2, stopping_pb2
 from foreword.v1.generation_service_pb2 import BidiGenerateTextRequest, CancelCommand, StartCommand
 from foreword.v1.generation_service_pb2 import BidiGenerateTextResponse as BidiResponse
+from foreword.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from .conftest import FakeSequence, Harness
 from .rpc import decode, failure_of, spec
@@ -63,8 +64,10 @@ async def test_one_message_holds_one_step_of_all_generations(harness: Harness) -
     harness.engine.step(dict.fromkeys(sequences.values(), "z"), FinishReason.LENGTH)
     await call.done_writing()
     response = await call.read()
-    kinds = [(event.request_id, event.WhichOneof("event")) for event in response.events]
-    assert kinds == [(each, kind) for each in "abc" for kind in ("output_delta", "output_finished", "finished")]
+    kinds: dict[str, list[str | None]] = defaultdict(list)  # the order of generations in a message is not promised
+    for event in response.events:
+        kinds[event.request_id].append(event.WhichOneof("event"))
+    assert kinds == {each: ["output_delta", "output_finished", "finished"] for each in "abc"}
     assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
 
@@ -240,9 +243,10 @@ async def test_more_starts_than_fit_on_their_way_to_admission(harness: Harness) 
 async def test_large_news_are_split_over_messages(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bidi_stream, "MAX_MESSAGE_TOKENS", 10)
     call, sequences = await open_generations(harness, "a", "b", "c", "d")
+    arrival = list(sequences)
     harness.engine.step(dict.fromkeys(sequences.values(), "x" * 6))
     responses = [await call.read(), await call.read()]
-    assert [[event.request_id for event in response.events] for response in responses] == [["a", "b"], ["c", "d"]]
+    assert [[event.request_id for event in response.events] for response in responses] == [arrival[:2], arrival[2:]]
     harness.engine.step(dict.fromkeys(sequences.values(), ""), FinishReason.LENGTH)
     await call.done_writing()
     await read_all(call)
@@ -273,3 +277,19 @@ class TestStalled:
             await asyncio.sleep(0)
         failure = await failure_of(call)
         assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "CLIENT_STALLED")
+        assert harness.outcomes() == {"a": "CLIENT_STALLED"}
+
+    async def test_stream_whose_first_message_cannot_be_sent_is_aborted(self, harness: Harness) -> None:
+        options = [
+            ("grpc.http2.lookahead_bytes", 0),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with grpc.aio.insecure_channel(harness.server.address, options) as channel:
+            call = GenerationServiceStub(channel).BidiGenerateText()
+            await call.write(start("a"))
+            await harness.engine.arrival()
+            await asyncio.wait_for(harness.registry.wait_until_empty(), 5)
+            failure = await asyncio.wait_for(failure_of(call), 5)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "CLIENT_STALLED")
+        assert harness.outcomes() == {"a": "CLIENT_STALLED"}

@@ -29,6 +29,7 @@ from foreword.v1.generation_service_pb2 import (
     CancelGenerationRequest,
     GenerateTextRequest,
 )
+from foreword.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from .conftest import EOS, Harness
 from .rpc import failure_of, read_events, streamed, text_of, unary
@@ -44,7 +45,9 @@ async def complete(harness: Harness, call: Any, *steps: str, finish: FinishReaso
 
 
 async def test_stream_tells_start_deltas_and_finish(harness: Harness) -> None:
-    call = harness.generation.StreamGenerateText(streamed(request_id="r1", prompt="hey"))
+    call = harness.generation.StreamGenerateText(
+        streamed(request_id="r1", prompt="hey", stopping={"max_output_token_count": 3})
+    )
     [sequence] = await harness.engine.arrival()
     started = (await call.read()).events[0].started
     assert (started.request_id, started.model, started.prompt_token_count) == ("r1", "toy", 3)
@@ -111,7 +114,7 @@ async def test_nothing_is_sent_before_admission(harness: Harness) -> None:
     harness.engine.gate.set()
     failure = await failure_of(call)
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    assert failure.details["ErrorInfo"].metadata["max_num_waiting"] == "2"
+    assert failure.details["ErrorInfo"].metadata["max_waiting_sequence_count"] == "2"
     assert int(failure.trailers["grpc-retry-pushback-ms"]) > 0
     assert len(await metadata) == 0
 
@@ -120,7 +123,6 @@ async def test_nothing_is_sent_before_admission(harness: Harness) -> None:
     ("error", "code"),
     [
         (ContextLengthExceeded("too long", prompt_token_count=5), grpc.StatusCode.INVALID_ARGUMENT),
-        (DeadlineInfeasible("too late"), grpc.StatusCode.DEADLINE_EXCEEDED),
         (EngineUnavailable("gone"), grpc.StatusCode.UNAVAILABLE),
     ],
 )
@@ -208,6 +210,8 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"stopping": {"stop_strings": ["ok", ""]}}, "stopping.stop_strings[1]"),
     ({"stopping": {"stop_strings": [TOO_LONG]}}, "stopping.stop_strings[0]"),
     ({"stopping": {"stop_strings": ["x"] * 1025}}, "stopping.stop_strings"),
+    ({"stopping": {"stop_strings": ["x" * 1024] * 17}}, "stopping.stop_strings"),
+    ({"chat": {"messages": [{"role": "ROLE_USER"}] * 4097}}, "chat.messages"),
     ({"stopping": {"stop_token_ids": [300]}}, "stopping.stop_token_ids[0]"),
     ({"stopping": {"stop_token_ids": [1] * 1025}}, "stopping.stop_token_ids"),
     ({"stopping": {"max_generation_duration": Duration()}}, "stopping.max_generation_duration"),
@@ -237,6 +241,31 @@ async def test_bad_fields_are_refused_by_name(harness: Harness, fields: dict[str
     assert failure.fields == [path]
     assert failure.message.startswith(path)
     assert harness.engine.submitted == []
+
+
+async def test_too_many_messages_are_refused_before_any_is_looked_at(harness: Harness) -> None:
+    messages = [chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER), *[chat_pb2.ChatMessage()] * 4096]
+    messages[1].MergeFromString(bytes([0xF8, 0x07, 1]))  # field 127, varint
+    failure = await failure_of(harness.generation.GenerateText(unary(chat={"messages": messages})))
+    assert failure.fields == ["chat.messages"]
+    assert "4,096" in failure.message
+
+
+async def test_more_token_ids_than_the_context_are_refused_before_any_is_looked_at(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(prompt_token_ids={"ids": [-1] * 1001}))
+    failure = await failure_of(call)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+    metadata = failure.details["ErrorInfo"].metadata
+    assert dict(metadata) == {"prompt_token_count": "1001", "max_context_token_count": "1000"}
+
+
+async def test_minimum_above_the_maximum_in_effect(harness: Harness) -> None:
+    stopping = {"min_output_token_count": 996}
+    failure = await failure_of(harness.generation.GenerateText(unary(stopping=stopping)))
+    assert failure.fields == ["stopping.min_output_token_count"]
+    assert "995" in failure.message
+    stopping = {"min_output_token_count": 995}
+    assert (await complete(harness, harness.generation.GenerateText(unary(stopping=stopping)), "a")).outputs
 
 
 async def test_missing_inputs_are_refused(harness: Harness) -> None:
@@ -381,6 +410,59 @@ async def test_time_limit_finishes_with_ok(harness: Harness) -> None:
     assert request.deadline_ns - request.arrival_ns == 2_000_000_000
     assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_TIME_LIMIT
     assert response.finished.usage.output_token_count == 3
+
+
+async def test_time_limit_that_is_over_before_the_first_step_finishes_with_ok(harness: Harness) -> None:
+    harness.engine.refusal = DeadlineInfeasible("the deadline has passed")
+    request = unary(stopping={"max_generation_duration": Duration(nanos=1)})
+    response = await harness.generation.GenerateText(request, timeout=50)
+    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_TIME_LIMIT
+    assert response.finished.usage.output_token_count == 0
+    events = await read_events(harness.generation.StreamGenerateText(streamed(stopping=request.spec.stopping)))
+    assert [event.WhichOneof("event") for event in events] == ["started", "output_finished", "finished"]
+    failure = await failure_of(harness.generation.GenerateText(unary(), timeout=50))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_INFEASIBLE")
+
+
+@pytest.mark.parametrize("phase", ["waiting", "running"])
+async def test_time_limit_holds_although_the_engine_is_silent(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.setattr("foreword.service.frontend.generation.DEADLINE_GRACE_S", 0.05)
+    if phase == "waiting":
+        harness.engine.gate.clear()
+    stopping = {"max_generation_duration": Duration(nanos=100_000_000), "stop_strings": ["bc"]}
+    call = harness.generation.GenerateText(unary(stopping=stopping))
+    [sequence] = await harness.engine.arrival()
+    if phase == "running":
+        harness.engine.step({sequence: "ab"})
+    response = await asyncio.wait_for(call, 5)
+    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_TIME_LIMIT
+    assert response.outputs[0].content.text == ("ab" if phase == "running" else "")
+    assert set(harness.engine.forgotten) == {sequence.request.request_key}
+
+
+async def test_rpc_deadline_holds_although_the_engine_is_silent(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC ends the call for the client; a stream that lives on would keep the generation without an end."""
+    monkeypatch.setattr("foreword.service.frontend.generation.DEADLINE_GRACE_S", -29.9)
+    call = harness.generation.StreamGenerateText(streamed(request_id="late"), timeout=30)
+    [sequence] = await harness.engine.arrival()
+    failure = await asyncio.wait_for(failure_of(call), 5)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+    assert harness.engine.forgotten == [sequence.request.request_key]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.CONTEXT_LIMIT])
+async def test_length_is_what_the_caller_asked_for_and_context_limit_what_there_was_room_for(
+    harness: Harness, reason: FinishReason
+) -> None:
+    request = unary(stopping={"max_output_token_count": 2})
+    response = await complete(harness, harness.generation.GenerateText(request), "ab", finish=reason)
+    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_LENGTH
+    response = await complete(harness, harness.generation.GenerateText(unary()), "ab", finish=reason)
+    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_CONTEXT_LIMIT
 
 
 async def test_rpc_deadline_reaches_the_scheduler(harness: Harness) -> None:
@@ -680,6 +762,24 @@ class TestStalledReader:
         assert harness.engine.forgotten == [slow.request.request_key]
         failure = await failure_of(call)
         assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "CLIENT_STALLED")
+        assert harness.outcomes() == {"slow": "CLIENT_STALLED"}
+
+    @pytest.mark.parametrize("is_over", [False, True])
+    async def test_is_aborted_even_if_nothing_could_be_sent(self, harness: Harness, is_over: bool) -> None:
+        """Without a window for data that nobody reads, not even the first message goes out."""
+        options = [
+            ("grpc.http2.lookahead_bytes", 0),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with grpc.aio.insecure_channel(harness.server.address, options) as channel:
+            call = GenerationServiceStub(channel).StreamGenerateText(streamed(request_id="slow"))
+            [slow] = await harness.engine.arrival()
+            harness.engine.step({slow: "x"}, FinishReason.LENGTH if is_over else FinishReason.NONE)
+            await asyncio.wait_for(harness.registry.wait_until_empty(), 5)
+            failure = await asyncio.wait_for(failure_of(call), 5)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "CLIENT_STALLED")
+        assert harness.outcomes() == {"slow": "CLIENT_STALLED"}
 
 
 async def test_every_generation_is_logged_without_its_text(harness: Harness) -> None:
@@ -691,8 +791,7 @@ async def test_every_generation_is_logged_without_its_text(harness: Harness) -> 
     await harness.registry.wait_until_empty()
     await failure_of(harness.generation.GenerateText(unary(request_id="r3", prompt="secret" * 200)))
     ended = {entry["request_id"]: entry for entry in harness.logs if entry["event"] == "generation ended"}
-    outcomes = {request_id: entry["outcome"] for request_id, entry in ended.items()}
-    assert outcomes == {"r1": "LENGTH", "r2": "CANCELLED", "r3": "CONTEXT_LENGTH_EXCEEDED"}
+    assert harness.outcomes() == {"r1": "CONTEXT_LIMIT", "r2": "CANCELLED", "r3": "CONTEXT_LENGTH_EXCEEDED"}
     assert (ended["r1"]["prompt_tokens"], ended["r1"]["output_tokens"]) == (6, 4)
     assert ended["r1"]["ttft_us"] > 0
     assert "secret" not in str(harness.logs)

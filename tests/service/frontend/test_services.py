@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from foreword.scheduler.step import FinishReason
 from foreword.service.config import ServerConfig
 from foreword.service.frontend.reflection import V1, V1ALPHA
 from foreword.service.server import HEALTH_SERVICE, SERVICES, channel_options
+from foreword.service.text.vocabulary import Vocabulary
 from foreword.v1 import engine_pb2, engine_service_pb2, model_pb2, model_service_pb2
 from foreword.v1 import tokenization_service_pb2 as tokenization
 from foreword.v1.engine_service_pb2_grpc import EngineServiceStub
@@ -61,6 +63,49 @@ async def test_tokenization_refuses_what_it_cannot_use(harness: Harness) -> None
     request = tokenization.TokenizeRequest(text="x")
     request.MergeFromString(bytes([0xF8, 0x07, 1]))
     assert (await failure_of(stub.Tokenize(request))).fields == ["<127>"]
+
+
+class TestLargeAnswers:
+    @pytest.fixture
+    def config(self) -> ServerConfig:
+        return ServerConfig(listen_address="127.0.0.1:0", max_send_message_bytes=64 << 10)
+
+    async def test_are_refused_by_the_name_of_what_made_them_large(self, harness: Harness) -> None:
+        stub = TokenizationServiceStub(harness.channel)
+        text = "x" * 30_000
+        assert len((await stub.Tokenize(tokenization.TokenizeRequest(text=text))).token_ids) == 30_000
+        calls = {
+            "text": stub.Tokenize(tokenization.TokenizeRequest(text=text, return_offsets=True)),
+            "token_ids": stub.Detokenize(tokenization.DetokenizeRequest(token_ids=[97] * 66_000)),
+            "chat.messages": stub.RenderChat(
+                tokenization.RenderChatRequest(chat={"messages": [{"role": "ROLE_USER", "content": "x" * 60_000}]})
+            ),
+        }
+        for field, call in calls.items():
+            failure = await failure_of(call)
+            assert (failure.code, failure.fields) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+            assert "65,536 bytes" in failure.message
+
+    async def test_are_not_built_by_the_thread_of_the_event_loop(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads = set()
+
+        def bytes_of(vocabulary: Vocabulary, token_id: int) -> bytes:
+            threads.add(threading.get_ident())
+            return b"x"
+
+        monkeypatch.setattr(Vocabulary, "bytes_of", bytes_of)
+        stub = TokenizationServiceStub(harness.channel)
+        await stub.Tokenize(tokenization.TokenizeRequest(text="abc", return_token_bytes=True))
+        await stub.Detokenize(tokenization.DetokenizeRequest(token_ids=[1, 2], return_token_bytes=True))
+        assert threads
+        assert threading.get_ident() not in threads
+
+    async def test_conversations_of_too_many_messages(self, harness: Harness) -> None:
+        stub = TokenizationServiceStub(harness.channel)
+        request = tokenization.RenderChatRequest(chat={"messages": [{}] * 4097})
+        assert (await failure_of(stub.RenderChat(request))).fields == ["chat.messages"]
 
 
 async def test_render_chat(harness: Harness) -> None:

@@ -1,0 +1,29 @@
+"""Builds requests from what a caller gave."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+Request = TypeVar("Request", bound=Message)
+
+
+def build(kind: type[Request], **fields: Any) -> Request:
+    """A message with these fields.
+
+    Raises:
+        ValueError: a value that its field cannot hold; names the field.
+        TypeError: a value of the wrong type.
+    """
+    try:
+        return kind(**fields)
+    except ValueError:
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}: not valid Unicode: it has a surrogate") from None
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        raise
