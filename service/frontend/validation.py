@@ -94,6 +94,16 @@ def check_stop_strings(path: str, stop_strings: Collection[str]) -> None:
             raise InvalidField(f"{path}[{index}]", f"must have 1 to 1,024 bytes, has {len(text.encode())}")
 
 
+def check_cache_salt(path: str, salt: str) -> None:
+    """Require at most 128 bytes.
+
+    Raises:
+        InvalidField: it has more.
+    """
+    if len(salt.encode()) > 128:
+        raise InvalidField(path, f"must have at most 128 bytes, has {len(salt.encode())}")
+
+
 def check_count(path: str, count: int) -> None:
     """Require at most 1,024 entries.
 
