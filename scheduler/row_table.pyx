@@ -117,7 +117,7 @@ cdef class RowTable:
         follows has a cached parent, which stays as long as the sequence does."""
         cdef int32_t* block_table = self.block_table(s)
         cdef int i, parent, block
-        while not s.bypasses_cache and (s.num_cached_blocks + 1) * self.block_size <= s.num_computed:
+        while s.num_computed >= (s.num_cached_blocks + 1) * self.block_size:
             i = s.num_cached_blocks
             parent = block_table[i - 1] if i else NO_PARENT
             block = self.find_cached(s, i, parent)

@@ -236,20 +236,20 @@ cdef class Scheduler:
         The blocks that running prompts need and one for every running sequence stay untouched: what is admitted into
         them would soon be preempted. Only the last one admitted gets less than all its tokens, when the budget ends.
         """
-        cdef int i, entry, num_blocks, num_free, num_passed = 0
+        cdef int i, entry, num_free, num_passed = 0
         cdef int[MAX_OVERTAKEN] passed
         cdef bint is_overtaking_over = False
         cdef Sequence* s
         while self.waiting.size and self.step.num_tokens < self.max_num_batched_tokens and not is_overtaking_over:
             entry = self.waiting.pop()
             s = &self.sequences[entry]
-            num_blocks = self.rows.match(s)
             if self.step.num_sequences == 0:  # all rows are paused: they keep nobody from running
-                num_blocks = self.preempt_paused(s)
+                self.preempt_paused(s)
                 num_free = self.pool.num_free
             else:
                 num_free = self.pool.num_free - num_reserved - self.rows.num_running
-            if self.rows.num_free == 0 or num_blocks > num_free:
+            # Every sequence takes a block, so nobody looks for hits while none is to be had.
+            if self.rows.num_free == 0 or num_free < 1 or self.rows.match(s) > num_free:
                 passed[num_passed] = entry
                 num_passed += 1
                 is_overtaking_over = (
@@ -321,15 +321,14 @@ cdef class Scheduler:
         return unpaused if unpaused >= 0 else without_progress
 
     cdef int preempt_paused(self, Sequence* s) except -1 nogil:
-        """Preempt paused sequences from the end until `s` finds a row and blocks; returns how many blocks it takes."""
-        cdef int i, num_blocks = self.rows.match(s)
+        """Preempt paused sequences from the end until `s` finds a row and blocks."""
+        cdef int i
         for i in range(self.rows.num_running - 1, -1, -1):
-            if self.rows.num_free and self.pool.num_free >= num_blocks:
+            if self.rows.num_free and self.rows.match(s) <= self.pool.num_free:
                 break
             self.preempt(self.rows.running[i])
-            num_blocks = self.rows.match(s)  # its hits may have lost their last holder
         self.rows.compact()
-        return num_blocks
+        return 0
 
     cdef int preempt(self, int entry) except -1 nogil:
         """Take a sequence's row and blocks; it waits with its output so far as part of its prompt."""
@@ -371,6 +370,7 @@ cdef class Scheduler:
     cdef int apply_all(self) except -1 nogil:
         """Commit the planned sequences in order, then report those that a cancel or a deadline ended."""
         cdef int b, i, entry, num_ended_before = self.num_ended, num_released = 0
+        cdef bint has_filled_block
         cdef Sequence* s
         self.step.num_updates = self.step.num_update_tokens = 0
         for b in range(self.step.num_sequences):
@@ -380,7 +380,8 @@ cdef class Scheduler:
             if s.update.finish_reason:
                 continue
             commit(s, self.step, b, self.max_model_len)
-            if s.update.finish_reason != FAILED:
+            has_filled_block = s.num_computed >= (s.num_cached_blocks + 1) * self.block_size
+            if has_filled_block and not s.bypasses_cache and s.update.finish_reason != FAILED:
                 self.rows.cache_full_blocks(s)
             if s.update.finish_reason:
                 self.deadlines.remove(entry)
