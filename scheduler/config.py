@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,14 @@ class SchedulerConfig:
     max_model_len: int = 2048
     max_num_waiting: int = 1024
     max_num_waiting_tokens: int = 1 << 20
+    hash_key: bytes = field(default=bytes(16), repr=False)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+        for limit in fields(self):
+            if limit.name != "hash_key" and getattr(self, limit.name) < 1:
+                raise ValueError(f"{limit.name} must be at least 1, got {getattr(self, limit.name)}")
+        if len(self.hash_key) != 16:
+            raise ValueError(f"hash_key must have 16 bytes, has {len(self.hash_key)}")
         if self.max_num_batched_tokens < self.max_num_sequences:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

@@ -13,6 +13,7 @@ import numpy as np
 
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DeadlineInfeasible, DuplicateRequest, QueueFull
+from foreword.scheduler.reference_blocks import ReferenceBlocks
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import (
     SEQUENCE_UPDATE,
@@ -38,6 +39,8 @@ class _Sequence:
     drafts: list[int] = field(default_factory=list)
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
+    num_sent_blocks: int = 0
+    num_cached_blocks: int = 0
     num_computed: int = 0
     num_computed_max: int = 0
     prefill_end: int = 0
@@ -47,6 +50,7 @@ class _Sequence:
     finish_reason: FinishReason = FinishReason.NONE
     first_scheduled_ns: int = 0
     num_prompt_computed: int = 0
+    num_cached: int = 0
     num_steps: int = 0
     num_prefill_chunks: int = 0
     num_preemptions: int = 0
@@ -81,7 +85,7 @@ class _Sequence:
             self.first_scheduled_ns,
             num_tokens,
             self.num_prompt_computed,
-            0,
+            self.num_cached,
             num_drafted,
             num_accepted,
             self.num_steps,
@@ -102,7 +106,7 @@ class ReferenceScheduler:
         self.num_added = 0
         self.sequences: dict[int, _Sequence] = {}
         self.ended: list[_Sequence] = []
-        self.free_blocks = list(reversed(range(config.num_blocks)))
+        self.blocks = ReferenceBlocks(config.num_blocks, config.block_size)
         self.free_rows = list(reversed(range(config.max_num_sequences)))
         self.generations = [0] * config.max_num_sequences
         self.step_id = 0
@@ -200,7 +204,7 @@ class ReferenceScheduler:
             if s.is_paused or s.row is None or not (self._num_in_reach(s) or self._make_room(s)):
                 continue
             num_blocks = max(len(s.blocks), self._num_blocks_for(s.num_computed + 1))
-            num_blocks += max(0, len(self.free_blocks) - num_running)
+            num_blocks += max(0, self.blocks.num_free - num_running)
             num_slots = num_blocks * self.config.block_size - s.num_computed - 1
             s.drafts = s.drafts[: min(draft_budget, num_slots)]
             draft_budget -= len(s.drafts)
@@ -219,36 +223,55 @@ class ReferenceScheduler:
     def _schedule_admissions(self, num_reserved: int) -> None:
         passed: list[_Sequence] = []
         for s in sorted((s for s in self._waiting() if not s.is_paused), key=lambda s: s.rank):
-            num_blocks = self._num_blocks_for(len(s.tokens))
             if not self.planned:
-                while not self.free_rows or num_blocks > len(self.free_blocks):
+                while not self.free_rows or self._num_taken(s) > self.blocks.num_free:
                     self._preempt(self._running()[-1])
-                num_free = len(self.free_blocks)
+                num_free = self.blocks.num_free
             else:
-                num_free = len(self.free_blocks) - num_reserved - len(self._running())
+                num_free = self.blocks.num_free - num_reserved - len(self._running())
             if any(p.num_overtaken == MAX_OVERTAKEN for p in passed) or len(passed) == MAX_OVERTAKEN:
                 break
             if self.num_budget == 0 or not self.free_rows:
                 break
-            if num_blocks > num_free:
+            if self._num_taken(s) > num_free:
                 passed.append(s)
                 continue
-            s.row = self.free_rows.pop()
-            self.generations[s.row] += 1
-            s.prefill_end = len(s.tokens)
-            s.num_overtaken = 0
-            s.first_scheduled_ns = s.first_scheduled_ns or self.now_ns
-            self.admitted.append(s)
-            self._schedule(s, min(len(s.tokens), self.num_budget))
+            self._admit(s)
             for p in passed:
                 p.num_overtaken += 1
+
+    def _num_taken(self, s: _Sequence) -> int:
+        """Blocks that are free now and would not be, were it admitted: hits too, unless somebody holds them."""
+        num_held = sum(self.blocks.num_holders[block] > 0 for block in self._hits(s))
+        return self._num_blocks_for(len(s.tokens)) - num_held
+
+    def _hits(self, s: _Sequence) -> list[int]:
+        return [] if s.request.bypass_prefix_cache else self.blocks.hits(s.request.cache_salt, s.tokens)
+
+    def _admit(self, s: _Sequence) -> None:
+        s.row = self.free_rows.pop()
+        self.generations[s.row] += 1
+        s.blocks = self._hits(s)
+        for block in s.blocks:
+            self.blocks.hold(block)
+        s.num_cached_blocks = len(s.blocks)
+        s.num_computed = len(s.blocks) * self.config.block_size
+        s.num_prompt_computed = min(s.num_computed, s.num_prompt)
+        if s.num_preemptions == 0:
+            s.num_cached = s.num_computed
+        s.prefill_end = len(s.tokens)
+        s.num_overtaken = 0
+        s.first_scheduled_ns = s.first_scheduled_ns or self.now_ns
+        self.admitted.append(s)
+        self._schedule(s, min(len(s.tokens) - s.num_computed, self.num_budget))
 
     def _schedule(self, s: _Sequence, num_tokens: int) -> None:
         assert s.row is not None
         while len(s.blocks) * self.config.block_size < s.num_computed + num_tokens:
-            block = self.free_blocks.pop()
-            self.block_table_updates.append((s.row, len(s.blocks), block))
-            s.blocks.append(block)
+            s.blocks.append(self.blocks.take())
+        for i in range(s.num_sent_blocks, len(s.blocks)):
+            self.block_table_updates.append((s.row, i, s.blocks[i]))
+        s.num_sent_blocks = len(s.blocks)
         s.num_scheduled = num_tokens
         self.num_budget -= num_tokens
         self.planned.append(s)
@@ -289,7 +312,7 @@ class ReferenceScheduler:
     # Preemption
 
     def _make_room(self, s: _Sequence) -> bool:
-        while not self.free_blocks:
+        while not self.blocks.num_free:
             running = self._running()
             paused = [v for v in running if v.is_paused]
             behind = [v for v in running if v.rank >= s.rank]
@@ -309,9 +332,10 @@ class ReferenceScheduler:
 
     def _release(self, s: _Sequence) -> None:
         assert s.row is not None
-        self.free_blocks.extend(reversed(s.blocks))
+        for block in reversed(s.blocks):
+            self.blocks.release(block)
         self.free_rows.append(s.row)
-        s.row, s.blocks = None, []
+        s.row, s.blocks, s.num_sent_blocks, s.num_cached_blocks = None, [], 0, 0
 
     def _end(self, s: _Sequence, reason: FinishReason) -> None:
         s.finish_reason = reason
@@ -384,7 +408,18 @@ class ReferenceScheduler:
         s.num_computed_max = max(s.num_computed_max, s.num_computed)
         s.num_prompt_computed = min(s.num_computed, s.num_prompt)
         s.drafts = []
+        if not failed and not s.request.bypass_prefix_cache:
+            self._cache_full_blocks(s)
         return s.update(kind, num_kept, num_drafted, num_accepted)
+
+    def _cache_full_blocks(self, s: _Sequence) -> None:
+        for i in range(s.num_cached_blocks, s.num_computed // self.config.block_size):
+            end = (i + 1) * self.config.block_size
+            block = self.blocks.cache(s.blocks[i], s.request.cache_salt, s.tokens[:end])
+            if block != s.blocks[i]:
+                s.blocks[i] = block
+                s.num_sent_blocks = min(s.num_sent_blocks, i)
+            s.num_cached_blocks += 1
 
     def _finish_reason(self, s: _Sequence) -> FinishReason:
         stopping = s.request.stopping
@@ -429,14 +464,14 @@ class ReferenceScheduler:
             num_waiting=len(waiting),
             num_waiting_tokens=sum(s.num_prompt for s in waiting),
             num_paused=sum(s.is_paused for s in running),
-            num_free_blocks=len(self.free_blocks),
+            num_free_blocks=self.blocks.num_free,
+            num_cached_blocks=len(self.blocks.blocks),
             num_blocks=self.config.num_blocks,
         )
 
     def check_invariants(self) -> None:
-        """Every block and every row is held once or free."""
-        held = [block for s in self._running() for block in s.blocks]
-        assert sorted(held + self.free_blocks) == list(range(self.config.num_blocks))
+        """Every block and every row is held or free."""
+        self.blocks.check_invariants([block for s in self._running() for block in s.blocks])
         rows = [s.row for s in self._running() if s.row is not None]
         assert sorted(rows + self.free_rows) == list(range(self.config.max_num_sequences))
 
@@ -458,4 +493,4 @@ class ReferenceScheduler:
 
     def _num_in_reach(self, s: _Sequence) -> int:
         """Tokens for which it has slots, or could get them without a preemption."""
-        return (len(s.blocks) + len(self.free_blocks)) * self.config.block_size - s.num_computed
+        return (len(s.blocks) + self.blocks.num_free) * self.config.block_size - s.num_computed

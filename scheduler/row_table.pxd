@@ -3,8 +3,8 @@
 from libc.stdint cimport int32_t
 
 from foreword.scheduler.block_pool cimport BlockPool
+from foreword.scheduler.prefix_cache cimport PrefixCache
 from foreword.scheduler.sequence_table cimport Sequence, SequenceTable
-from foreword.scheduler.step_buffers cimport StepBuffers
 
 
 cdef class RowTable:
@@ -13,6 +13,7 @@ cdef class RowTable:
     cdef int max_blocks_per_sequence
     cdef Sequence* sequences  # of the sequence table
     cdef SequenceTable table  # keeps them alive
+    cdef PrefixCache cache
     cdef BlockPool pool
     cdef int* running  # [num_rows] entries that hold a row, in the order in which they are served
     cdef int num_running
@@ -20,12 +21,17 @@ cdef class RowTable:
     cdef int num_free
     cdef int32_t* generations  # [num_rows] how often a row was given out
     cdef int32_t* block_tables  # [num_rows, max_blocks_per_sequence]
+    cdef int32_t* hits  # [max_blocks_per_sequence] cached blocks that the sequence last matched starts with
+    cdef int num_hits
 
     cdef int num_blocks_for(self, int num_tokens) noexcept nogil
     cdef int32_t* block_table(self, Sequence* s) noexcept nogil  # of its row
     cdef int num_tokens_in_reach(self, Sequence* s) noexcept nogil  # that its blocks and the free ones hold
-    cdef void insert(self, int entry) noexcept nogil  # give a waiting sequence a row; there must be a free one
-    cdef int grow(self, Sequence* s, int num_tokens, StepBuffers step) except -1 nogil  # to blocks for so many tokens
+    cdef int match(self, Sequence* s) noexcept nogil  # look for its hits; returns how many free blocks it would take
+    cdef int insert(self, int entry) except -1 nogil  # give the sequence last matched a row and its hits; a row is free
+    cdef int grow(self, Sequence* s, int num_tokens) except -1 nogil  # to blocks for so many tokens
+    cdef int cache_full_blocks(self, Sequence* s) except -1 nogil  # those it has filled since the last call
     cdef int release(self, Sequence* s) except -1 nogil  # take row and blocks; the entry stays until `compact`
+    cdef int find_cached(self, Sequence* s, int index, int parent) noexcept nogil
     cdef void compact(self) noexcept nogil  # drop entries without a row from `running`
     cdef int check_invariants(self) except -1

@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from foreword.scheduler.block_pool cimport BlockPool
 from foreword.scheduler.indexed_heap cimport IndexedHeap
+from foreword.scheduler.prefix_cache cimport PrefixCache
 from foreword.scheduler.row_table cimport RowTable
 from foreword.scheduler.sequence_table cimport Sequence, SequenceTable
 from foreword.scheduler.step_buffers cimport StepBuffers
@@ -19,6 +20,7 @@ cdef class Scheduler:
     cdef int max_model_len
     cdef int block_size
 
+    cdef readonly PrefixCache prefix_cache
     cdef SequenceTable table
     cdef Sequence* sequences  # of the table
     cdef RowTable rows
@@ -52,7 +54,7 @@ cdef class Scheduler:
 
     cdef bint make_room(self, int position) except -1 nogil
     cdef int pick_victim(self, int position) noexcept nogil
-    cdef int preempt_paused(self, int num_blocks) except -1 nogil
+    cdef int preempt_paused(self, Sequence* s) except -1 nogil
     cdef int preempt(self, int entry) except -1 nogil
     cdef int release_row(self, Sequence* s) except -1 nogil
 

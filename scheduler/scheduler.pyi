@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from foreword.scheduler.config import SchedulerConfig
+from foreword.scheduler.prefix_cache import PrefixCache
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import Int32Array, SchedulerLoad, StepPlan, StepResult, StepUpdate
 
@@ -11,10 +12,12 @@ class Scheduler:
 
     There is no prefill phase and no decode phase: every sequence has `num_computed` tokens in the KV cache and chases
     `num_tokens`; each step gives every sequence as many tokens as the token budget and the free blocks allow, decoding
-    sequences first, then prompt chunks in (priority, arrival) order. One thread may use it.
+    sequences first, then prompt chunks in (priority, arrival) order. What begins like an earlier sequence begins with
+    that one's blocks. One thread may use it.
     """
 
     config: SchedulerConfig
+    prefix_cache: PrefixCache
 
     def __init__(self, config: SchedulerConfig) -> None: ...
     def add(self, request: Request, now_ns: int) -> None:

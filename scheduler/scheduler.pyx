@@ -10,7 +10,7 @@ from libc.stdint cimport INT32_MAX
 from libc.stdlib cimport free, malloc
 
 from foreword.scheduler.admission cimport check_bounds, check_queue, check_request
-from foreword.scheduler.commit cimport CANCELLED, DEADLINE, commit, report
+from foreword.scheduler.commit cimport CANCELLED, DEADLINE, FAILED, commit, report
 
 from foreword.scheduler.errors import DuplicateRequest
 from foreword.scheduler.step import SchedulerLoad, StepResult
@@ -28,13 +28,14 @@ cdef class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = config.max_model_len
         self.block_size = config.block_size
-        self.table = SequenceTable(num_rows + config.max_num_waiting)
+        self.prefix_cache = PrefixCache(config.num_blocks, config.block_size, config.hash_key)
+        self.table = SequenceTable(num_rows + config.max_num_waiting, self.prefix_cache)
         self.sequences = self.table.sequences
-        self.rows = RowTable(
-            self.table, num_rows, config.num_blocks, config.block_size, config.max_blocks_per_sequence
-        )
+        self.rows = RowTable(self.table, num_rows, config.max_blocks_per_sequence)
         self.pool = self.rows.pool
-        self.step = StepBuffers(num_rows, config.max_num_batched_tokens, self.table.capacity)
+        self.step = StepBuffers(
+            num_rows, config.max_num_batched_tokens, self.table.capacity, num_rows * config.max_blocks_per_sequence
+        )
         self.waiting = IndexedHeap(self.table.capacity)
         self.deadlines = IndexedHeap(self.table.capacity)
         self.planned = <int*>malloc(num_rows * sizeof(int))
@@ -235,20 +236,20 @@ cdef class Scheduler:
         The blocks that running prompts need and one for every running sequence stay untouched: what is admitted into
         them would soon be preempted. Only the last one admitted gets less than all its tokens, when the budget ends.
         """
-        cdef int i, entry, num_blocks, num_free, num_passed = 0
+        cdef int i, entry, num_free, num_passed = 0
         cdef int[MAX_OVERTAKEN] passed
         cdef bint is_overtaking_over = False
         cdef Sequence* s
         while self.waiting.size and self.step.num_tokens < self.max_num_batched_tokens and not is_overtaking_over:
             entry = self.waiting.pop()
             s = &self.sequences[entry]
-            num_blocks = self.rows.num_blocks_for(s.num_tokens)
             if self.step.num_sequences == 0:  # all rows are paused: they keep nobody from running
-                self.preempt_paused(num_blocks)
+                self.preempt_paused(s)
                 num_free = self.pool.num_free
             else:
                 num_free = self.pool.num_free - num_reserved - self.rows.num_running
-            if self.rows.num_free == 0 or num_blocks > num_free:
+            # Every sequence takes a block, so nobody looks for hits while none is to be had.
+            if self.rows.num_free == 0 or num_free < 1 or self.rows.match(s) > num_free:
                 passed[num_passed] = entry
                 num_passed += 1
                 is_overtaking_over = (
@@ -273,14 +274,17 @@ cdef class Scheduler:
         if s.update.first_scheduled_ns == 0:
             s.update.first_scheduled_ns = self.now_ns
         self.rows.insert(entry)
+        s.update.num_prompt_computed = min(s.num_computed, s.num_prompt)
+        if s.update.num_preemptions == 0:
+            s.update.num_cached = s.num_computed
         self.admitted[self.num_admitted] = entry
         self.num_admitted += 1
-        return self.plan(entry, min(s.num_tokens, self.max_num_batched_tokens - self.step.num_tokens))
+        return self.plan(entry, min(s.num_tokens - s.num_computed, self.max_num_batched_tokens - self.step.num_tokens))
 
     cdef int plan(self, int entry, int num_tokens) except -1 nogil:
         """Add a sequence to the plan with its next `num_tokens` tokens, drafts included."""
         cdef Sequence* s = &self.sequences[entry]
-        self.rows.grow(s, s.num_computed + num_tokens, self.step)
+        self.rows.grow(s, s.num_computed + num_tokens)
         self.planned[self.step.num_sequences] = entry
         s.is_planned = True
         self.step.add(s, self.rows.generations[s.row], self.rows.block_table(s), self.block_size, num_tokens)
@@ -316,11 +320,11 @@ cdef class Scheduler:
                 unpaused = max(unpaused, i)
         return unpaused if unpaused >= 0 else without_progress
 
-    cdef int preempt_paused(self, int num_blocks) except -1 nogil:
-        """Preempt paused sequences from the end until a row and `num_blocks` blocks are free."""
+    cdef int preempt_paused(self, Sequence* s) except -1 nogil:
+        """Preempt paused sequences from the end until `s` finds a row and blocks."""
         cdef int i
         for i in range(self.rows.num_running - 1, -1, -1):
-            if self.rows.num_free and self.pool.num_free >= num_blocks:
+            if self.rows.num_free and self.rows.match(s) <= self.pool.num_free:
                 break
             self.preempt(self.rows.running[i])
         self.rows.compact()
@@ -366,6 +370,7 @@ cdef class Scheduler:
     cdef int apply_all(self) except -1 nogil:
         """Commit the planned sequences in order, then report those that a cancel or a deadline ended."""
         cdef int b, i, entry, num_ended_before = self.num_ended, num_released = 0
+        cdef bint has_filled_block
         cdef Sequence* s
         self.step.num_updates = self.step.num_update_tokens = 0
         for b in range(self.step.num_sequences):
@@ -375,6 +380,9 @@ cdef class Scheduler:
             if s.update.finish_reason:
                 continue
             commit(s, self.step, b, self.max_model_len)
+            has_filled_block = s.num_computed >= (s.num_cached_blocks + 1) * self.block_size
+            if has_filled_block and not s.bypasses_cache and s.update.finish_reason != FAILED:
+                self.rows.cache_full_blocks(s)
             if s.update.finish_reason:
                 self.deadlines.remove(entry)
                 self.ended[self.num_ended] = entry
@@ -407,6 +415,7 @@ cdef class Scheduler:
             num_waiting_tokens=self.num_waiting_tokens,
             num_paused=self.num_paused,
             num_free_blocks=self.pool.num_free,
+            num_cached_blocks=self.prefix_cache.num_cached,
             num_blocks=self.pool.num_blocks,
         )
 

@@ -3,6 +3,9 @@
 cimport numpy as cnp
 from libc.stdint cimport int16_t, int32_t, int64_t
 
+from foreword.scheduler.prefix_cache cimport CacheSalt, PrefixCache
+from foreword.scheduler.sip_hash cimport Hash128
+
 
 cdef struct SequenceUpdate:  # memory layout of step.SEQUENCE_UPDATE, which documents the fields
     int64_t request_key
@@ -25,6 +28,8 @@ cdef struct Sequence:
     int64_t order  # counts calls of `add`: the older of two requests has the smaller one
     int64_t deadline_ns  # 0 for none
     int32_t* token_ids  # [max_tokens] prompt, output, then drafts that wait for verification
+    Hash128* block_hashes  # [max_tokens // block_size + 1] of the salt, then of every full block; NULL when it bypasses
+    CacheSalt* salt
     int32_t* stop_token_ids  # [num_eos + num_stop] EOS ids first
     int32_t num_eos
     int32_t num_stop
@@ -38,14 +43,19 @@ cdef struct Sequence:
     int32_t prefill_end  # num_tokens when it got its row: up to here it computes what was known before
     int32_t num_computed_max  # highest num_computed ever: what is computed below it is recomputed
     int32_t num_blocks  # blocks in its row of the block table
+    int32_t num_sent_blocks  # of those, leading ones that are as the device knows them
+    int32_t num_cached_blocks  # of those, leading ones in the prefix cache: all that are full, unless it bypasses it
+    int32_t num_hashed_blocks  # leading blocks of its tokens in block_hashes
     int32_t num_draft  # draft tokens behind its last token
     int32_t num_overtaken  # requests behind it that were admitted while it did not fit
+    bint bypasses_cache
     bint is_paused
     bint is_planned  # part of the plan that has not been applied yet
 
 
 cdef class SequenceTable:
     cdef readonly int capacity
+    cdef PrefixCache cache
     cdef int num_free
     cdef int64_t next_order
     cdef Sequence* sequences  # [capacity]

@@ -4,6 +4,8 @@ cimport numpy as cnp
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
+from foreword.scheduler.prefix_cache cimport new_salt, release_salt
+
 from foreword.scheduler.step import SEQUENCE_UPDATE
 
 cnp.import_array()
@@ -12,10 +14,20 @@ if sizeof(SequenceUpdate) != SEQUENCE_UPDATE.itemsize:
     raise ImportError("SequenceUpdate and SEQUENCE_UPDATE differ in size")
 
 
+cdef void free_parts(Sequence* s) noexcept:
+    """Free what an entry owns and clear it."""
+    free(s.token_ids)
+    free(s.stop_token_ids)
+    free(s.block_hashes)
+    release_salt(s.salt)
+    memset(s, 0, sizeof(Sequence))
+
+
 cdef class SequenceTable:
     """Fixed-capacity table from request keys to the C state of their sequences."""
 
-    def __cinit__(self, int capacity):
+    def __cinit__(self, int capacity, PrefixCache cache not None):
+        self.cache = cache
         self.sequences = <Sequence*>calloc(capacity, sizeof(Sequence))
         self.free_entries = <int*>malloc(capacity * sizeof(int))
         if self.sequences == NULL or self.free_entries == NULL:
@@ -31,8 +43,7 @@ cdef class SequenceTable:
         cdef int i
         if self.sequences != NULL:
             for i in range(self.capacity):
-                free(self.sequences[i].token_ids)
-                free(self.sequences[i].stop_token_ids)
+                free_parts(&self.sequences[i])
         free(self.sequences)
         free(self.free_entries)
 
@@ -41,21 +52,25 @@ cdef class SequenceTable:
         cdef tuple stop = stopping.eos_token_ids + stopping.stop_token_ids
         cdef int32_t num_prompt = <int32_t>cnp.PyArray_DIM(prompt, 0)
         cdef int32_t max_tokens = num_prompt + stopping.max_output_tokens
-        cdef int32_t* token_ids = <int32_t*>malloc(max_tokens * sizeof(int32_t))
-        cdef int32_t* stop_token_ids = <int32_t*>malloc((len(stop) + 1) * sizeof(int32_t))
-        if token_ids == NULL or stop_token_ids == NULL:
-            free(token_ids)
-            free(stop_token_ids)
-            raise MemoryError(f"{max_tokens} tokens of a sequence")
-        memcpy(token_ids, cnp.PyArray_DATA(prompt), num_prompt * sizeof(int32_t))
-        cdef int i
-        for i in range(len(stop)):
-            stop_token_ids[i] = stop[i]
-
+        cdef bytes salt = request.cache_salt.encode()
         cdef int entry = self.free_entries[self.num_free - 1]
         cdef Sequence* s = &self.sequences[entry]
-        s.token_ids = token_ids
-        s.stop_token_ids = stop_token_ids
+        s.token_ids = <int32_t*>malloc(max_tokens * sizeof(int32_t))
+        s.stop_token_ids = <int32_t*>malloc((len(stop) + 1) * sizeof(int32_t))
+        s.bypasses_cache = request.bypass_prefix_cache
+        if not s.bypasses_cache:
+            s.block_hashes = <Hash128*>malloc((max_tokens // self.cache.block_size + 1) * sizeof(Hash128))
+        if s.token_ids == NULL or s.stop_token_ids == NULL or (s.block_hashes == NULL and not s.bypasses_cache):
+            free_parts(s)
+            raise MemoryError(f"{max_tokens} tokens of a sequence")
+        memcpy(s.token_ids, cnp.PyArray_DATA(prompt), num_prompt * sizeof(int32_t))
+        cdef int i
+        for i in range(len(stop)):
+            s.stop_token_ids[i] = stop[i]
+        if not s.bypasses_cache:
+            s.salt = new_salt(salt)
+            s.block_hashes[0] = self.cache.root(salt)
+
         s.num_eos = <int32_t>len(stopping.eos_token_ids)
         s.num_stop = <int32_t>len(stop) - s.num_eos
         s.row = -1
@@ -79,9 +94,7 @@ cdef class SequenceTable:
         cdef Sequence* s = &self.sequences[entry]
         del self.entries[s.update.request_key]
         self.requests[entry] = None
-        free(s.token_ids)
-        free(s.stop_token_ids)
-        memset(s, 0, sizeof(Sequence))
+        free_parts(s)
         self.free_entries[self.num_free] = entry
         self.num_free += 1
         return 0

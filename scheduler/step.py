@@ -165,7 +165,8 @@ class SchedulerLoad:
         num_waiting: requests that wait for a row.
         num_waiting_tokens: their prompt tokens.
         num_paused: running sequences whose client does not read.
-        num_free_blocks: blocks that no sequence holds.
+        num_free_blocks: blocks that no sequence holds; what the prefix cache keeps in them can be evicted.
+        num_cached_blocks: blocks in the prefix cache, held or not.
         num_blocks: all blocks.
     """
 
@@ -174,4 +175,5 @@ class SchedulerLoad:
     num_waiting_tokens: int
     num_paused: int
     num_free_blocks: int
+    num_cached_blocks: int
     num_blocks: int

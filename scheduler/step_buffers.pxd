@@ -35,10 +35,11 @@ cdef class StepBuffers:
     cdef const char* result_failed
 
     cdef void clear(self) noexcept nogil  # an empty plan
-    # Add the next num_tokens tokens of a sequence, whose blocks hold them, to the plan.
+    # Add the next num_tokens tokens of a sequence, whose blocks hold them, to the plan; of its block table what is news.
     cdef void add(
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
     ) noexcept nogil
+    cdef void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil
     cdef object plan(self, object step_id, tuple admitted)  # StepPlan
     cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays
     cdef object update(self, object step_id)  # StepUpdate

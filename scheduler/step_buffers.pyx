@@ -30,11 +30,12 @@ cdef class StepBuffers:
 
     Args:
         max_num_sequences: bound of B.
-        max_num_batched_tokens: bound of T, L and N; of R too, as a block is taken only for a token of the step.
+        max_num_batched_tokens: bound of T, L and N.
         max_num_updates: bound of U.
+        max_num_blocks: entries of the block table, and with that bound of R.
     """
 
-    def __cinit__(self, int max_num_sequences, int max_num_batched_tokens, int max_num_updates):
+    def __cinit__(self, int max_num_sequences, int max_num_batched_tokens, int max_num_updates, Py_ssize_t max_num_blocks):
         shapes = (
             (max_num_sequences,),
             (max_num_sequences,),
@@ -45,7 +46,7 @@ cdef class StepBuffers:
             (max_num_batched_tokens,),
             (max_num_batched_tokens,),
             (max_num_sequences + 1,),
-            (max_num_batched_tokens, 3),
+            (max_num_blocks, 3),
         )
         self.plan_arrays = tuple(np.zeros(shape, np.int32) for shape in shapes)
         self.rows = int32_data(self.plan_arrays[0])
@@ -78,6 +79,7 @@ cdef class StepBuffers:
         cdef int offset = s.num_computed - block * block_size
         cdef int end = s.num_computed + num_tokens
         cdef int position
+        self.add_block_table_updates(s, block_table)
         for position in range(s.num_computed, end):
             self.token_ids[t] = s.token_ids[position]
             self.positions[t] = position
@@ -98,6 +100,14 @@ cdef class StepBuffers:
         self.logits_offsets[b + 1] = self.num_logits
         self.num_sequences = b + 1
         self.num_tokens = t
+
+    cdef inline void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil:
+        cdef int32_t* update
+        while s.num_sent_blocks < s.num_blocks:
+            update = self.block_table_updates + 3 * <size_t>self.num_block_table_updates
+            update[0], update[1], update[2] = s.row, s.num_sent_blocks, block_table[s.num_sent_blocks]
+            self.num_block_table_updates += 1
+            s.num_sent_blocks += 1
 
     cdef object plan(self, object step_id, tuple admitted):
         cdef int num_sequences = self.num_sequences, num_tokens = self.num_tokens

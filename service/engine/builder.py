@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,7 @@ def _scheduler_config(config: EngineConfig, num_blocks: int, max_model_len: int)
             max_model_len=max_model_len,
             max_num_waiting=config.max_num_waiting,
             max_num_waiting_tokens=config.max_num_waiting_tokens,
+            hash_key=secrets.token_bytes(16),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -250,5 +250,11 @@ class EngineClient:
 
 
 _NO_LOAD = SchedulerLoad(
-    num_running=0, num_waiting=0, num_waiting_tokens=0, num_paused=0, num_free_blocks=0, num_blocks=0
+    num_running=0,
+    num_waiting=0,
+    num_waiting_tokens=0,
+    num_paused=0,
+    num_free_blocks=0,
+    num_cached_blocks=0,
+    num_blocks=0,
 )

@@ -320,6 +320,8 @@ class Generation:
             arrival_ns=self.timeline.receive_ns,
             deadline_ns=deadline_ns,
             priority=settings.priority,
+            cache_salt=settings.cache_salt,
+            bypass_prefix_cache=settings.bypass_prefix_cache,
             want_logprobs=settings.logprobs,
         )
 

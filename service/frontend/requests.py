@@ -42,6 +42,8 @@ SUPPORTED_FIELDS = frozenset(
         "output.return_token_ids",
         "output.return_token_bytes",
         "output.timing_level",
+        "cache.bypass_prefix_cache",
+        "cache.cache_salt",
         "priority",
     }
 )
@@ -54,7 +56,6 @@ NEUTRAL_VALUES = {
     "sampling.repetition_penalty": 1.0,
     "sampling.output_count": 1,
     "output.coalesce_token_count": 1,
-    "cache.bypass_prefix_cache": True,  # there is no prefix cache
     "speculation.disabled": True,  # there is no drafter
     "speculation.draft_token_count": 0,
     "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
@@ -98,6 +99,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     validation.check_count("stopping.stop_token_ids", len(stopping.stop_token_ids))
     validation.check_token_ids("stopping.stop_token_ids", np.array(stopping.stop_token_ids, np.int32), vocab_size)
     validation.check_number("priority", spec.priority, -100, 100)
+    validation.check_cache_salt("cache.cache_salt", spec.cache.cache_salt)
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
@@ -114,6 +116,8 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         logprobs=output.logprobs,
         timing_level=_read_timing_level(output.timing_level),
         priority=spec.priority,
+        bypass_prefix_cache=spec.cache.bypass_prefix_cache,
+        cache_salt=spec.cache.cache_salt,
     )
 
 

@@ -83,7 +83,9 @@ class GenerationConverter:
                 coalesce_token_count=1,
                 timing_level=timing_pb2.TimingLevel.ValueType(settings.timing_level.value),
             ),
-            cache=cache_pb2.CacheConfig(bypass_prefix_cache=True),
+            cache=cache_pb2.CacheConfig(
+                bypass_prefix_cache=settings.bypass_prefix_cache, cache_salt=settings.cache_salt
+            ),
             speculation=speculation_pb2.SpeculationConfig(
                 disabled=True, acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH
             ),
@@ -215,6 +217,7 @@ def load_message(load: SchedulerLoad) -> engine_pb2.Load:
         paused_sequence_count=load.num_paused,
         free_block_count=load.num_free_blocks,
         block_count=load.num_blocks,
+        cached_block_count=load.num_cached_blocks,
     )
 
 

@@ -51,6 +51,8 @@ class GenerationSettings:
         logprobs: return each token's log probability.
         timing_level: how much timing to return.
         priority: a higher one is served first.
+        bypass_prefix_cache: neither read nor feed the prefix cache.
+        cache_salt: share cached prefixes only with generations of the same salt.
     """
 
     request_id: str
@@ -68,3 +70,5 @@ class GenerationSettings:
     logprobs: bool
     timing_level: TimingLevel
     priority: int
+    bypass_prefix_cache: bool
+    cache_salt: str

@@ -111,6 +111,16 @@ def check_stop_strings(path: str, stop_strings: Collection[str]) -> None:
         raise InvalidField(path, f"must have at most {MAX_STOP_BYTES:,} bytes in all, have {sum(sizes):,}")
 
 
+def check_cache_salt(path: str, salt: str) -> None:
+    """Require at most 128 bytes.
+
+    Raises:
+        InvalidField: it has more.
+    """
+    if len(salt.encode()) > 128:
+        raise InvalidField(path, f"must have at most 128 bytes, has {len(salt.encode())}")
+
+
 def check_count(path: str, count: int, limit: int = 1024) -> None:
     """Require at most `limit` entries.
 

@@ -3,14 +3,15 @@
 A line is a call, the indented lines below it are what it gave. `--update-golden` rewrites those; review them as a diff.
 
     config num_blocks=4 block_size=4      SchedulerConfig; once, first
-    add a prompt=10 max=4 [min= eos= stop= priority= deadline=]
+    add a prompt=10 max=4 [min= eos= stop= priority= deadline= salt= bypass=1]
     cancel a | pause a | resume a
     drafts a=5,6                          tokens for the next step to verify
     step [now=5]                          schedule
     apply [a=17 b=5,6 c=failed]           the result; a sequence that is not named draws token 1
     load
 
-Prompts are 100, 101, 102 and so on.
+Prompts are 100, 101, 102 and so on. Requests share cached blocks only where they are given the same salt: it is a
+request's name when the script gives none.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Script:
             stopping=StoppingParams(int(max), int(options.pop("min", 0)), ids["eos"], ids["stop"]),
             priority=int(options.pop("priority", 0)),
             deadline_ns=int(options.pop("deadline", 0)),
+            cache_salt=options.pop("salt", name),
+            bypass_prefix_cache=options.pop("bypass", "") == "1",
         )
         assert not options
         self.scheduler.add(request, self.now_ns)
@@ -125,7 +128,7 @@ class Script:
         load = self.scheduler.load()
         return [
             f"{load.num_running} running ({load.num_paused} paused), {load.num_waiting} waiting, "
-            f"{load.num_free_blocks} of {load.num_blocks} blocks free"
+            f"{load.num_free_blocks} of {load.num_blocks} blocks free, {load.num_cached_blocks} cached"
         ]
 
 
@@ -143,6 +146,8 @@ def describe(update: StepUpdate, names: list[str]) -> list[str]:
         if record["num_tokens"]:
             parts.append("tokens " + ",".join(str(next(token_ids)) for _ in range(record["num_tokens"])))
         parts.append(f"prompt computed {record['num_prompt_computed']}")
+        if record["num_cached"]:
+            parts.append(f"cached {record['num_cached']}")
         if record["num_drafted"]:
             parts.append(f"accepted {record['num_accepted']} of {record['num_drafted']}")
         if record["num_preemptions"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,10 +41,15 @@ def call(scheduler: Scheduler | ReferenceScheduler, method: str, *args: object) 
 
 
 class Twins:
-    """Both schedulers under the same calls; follows every token of every request."""
+    """Both schedulers under the same calls; follows every token of every request.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Prompts begin like those of a few families, so that prefixes are shared. Under a small `hash_mask` the real one's
+    hashes collide; the reference has none.
+    """
+
+    def __init__(self, config: SchedulerConfig, hash_mask: int = (1 << 64) - 1) -> None:
         self.real, self.reference = Scheduler(config), ReferenceScheduler(config)
+        self.real.prefix_cache.hash_mask = hash_mask
         self.now_ns = 100
         self.next_key = 0
         self.keys: list[int] = []
@@ -56,10 +62,27 @@ class Twins:
         self.check_state()
         return real
 
-    def add(self, num_prompt: int, stopping: StoppingParams, priority: int, time_left: int | None) -> None:
-        prompt = np.arange(num_prompt, dtype=np.int32) % NUM_TOKEN_IDS
+    def add(
+        self,
+        num_prompt: int,
+        stopping: StoppingParams,
+        priority: int,
+        time_left: int | None,
+        family: int,
+        cache_salt: str,
+        bypass_prefix_cache: bool,
+    ) -> None:
+        prompt = np.arange(num_prompt, dtype=np.int32) // (1 + family) % NUM_TOKEN_IDS
         deadline_ns = 0 if time_left is None else self.now_ns + time_left
-        request = Request(self.next_key, prompt, stopping, priority=priority, deadline_ns=deadline_ns)
+        request = Request(
+            self.next_key,
+            prompt,
+            stopping,
+            priority=priority,
+            deadline_ns=deadline_ns,
+            cache_salt=cache_salt,
+            bypass_prefix_cache=bypass_prefix_cache,
+        )
         if self.call("add", request, self.now_ns) is None:
             self.keys.append(self.next_key)
             self.streams[self.next_key] = []
@@ -139,10 +162,11 @@ class BothSchedulers(RuleBasedStateMachine):
         max_model_len=st.integers(2, 40),
         max_num_waiting=st.integers(1, 8),
         max_num_waiting_tokens=st.integers(1, 80),
+        hash_mask=st.sampled_from([(1 << 64) - 1, 1, 0]),
     )
-    def build(self, extra_budget: int, **limits: int) -> None:
+    def build(self, extra_budget: int, hash_mask: int, **limits: int) -> None:
         budget = limits["max_num_sequences"] + extra_budget
-        self.twins = Twins(SchedulerConfig(max_num_batched_tokens=budget, **limits))
+        self.twins = Twins(SchedulerConfig(max_num_batched_tokens=budget, **limits), hash_mask)
 
     @rule(
         num_prompt=st.integers(1, 30),
@@ -152,6 +176,9 @@ class BothSchedulers(RuleBasedStateMachine):
         stop=st.sampled_from([(), (2,)]),
         priority=st.integers(-1, 1),
         time_left=st.one_of(st.none(), st.integers(-1, 6)),
+        family=st.integers(0, 2),
+        cache_salt=st.sampled_from(["", "", "a", "b"]),
+        bypass_prefix_cache=st.sampled_from([False, False, False, True]),
     )
     def add(
         self,
@@ -160,10 +187,9 @@ class BothSchedulers(RuleBasedStateMachine):
         min_output: int,
         eos: tuple[int, ...],
         stop: tuple[int, ...],
-        priority: int,
-        time_left: int | None,
+        **fields: Any,
     ) -> None:
-        self.twins.add(num_prompt, StoppingParams(max_output, min_output, eos, stop), priority, time_left)
+        self.twins.add(num_prompt, StoppingParams(max_output, min_output, eos, stop), **fields)
 
     @precondition(lambda self: self.twins.keys)
     @rule(data=st.data(), method=st.sampled_from(["cancel", "pause", "resume"]))
@@ -203,12 +229,20 @@ BothSchedulers.TestCase.settings = settings(
 TestBothSchedulers = BothSchedulers.TestCase
 
 
-def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None]:
+def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None, int, str, bool]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
     stopping = StoppingParams(random.randint(1, 20), random.choice([0, 0, 3]), eos, stop)
-    return num_prompt, stopping, random.choice([0, 0, 0, 1, -1]), random.choice([None] * 9 + [random.randint(1, 30)])
+    return (
+        num_prompt,
+        stopping,
+        random.choice([0, 0, 0, 1, -1]),
+        random.choice([None] * 9 + [random.randint(1, 30)]),
+        random.choice([0, 0, 1, 2]),
+        random.choice(["", "", "", "a"]),
+        random.random() < 0.1,
+    )
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -225,7 +259,8 @@ def test_long_random_walks_agree(seed: int) -> None:
             max_model_len=random.choice([24, 60]),
             max_num_waiting=20,
             max_num_waiting_tokens=300,
-        )
+        ),
+        random.choice([0, 3, (1 << 64) - 1, (1 << 64) - 1]),
     )
     num_token_ids = random.choice([NUM_TOKEN_IDS, 100])
     pause_rate = random.choice([0.0, 0.05, 0.3])

@@ -83,6 +83,7 @@ def test_prompts_around_the_borders_of_a_block_and_of_the_pool(
         seen, num_output = [], 0
         while scheduler.has_work:
             plan, update = step(scheduler)
+            seen = seen or request.prompt_token_ids.tolist()[: update.sequences["num_cached"][0]]
             seen += plan.token_ids.tolist()
             num_output += len(update.token_ids)
             assert update.sequences["num_prompt_computed"][0] == min(len(seen), num_prompt)

@@ -91,6 +91,12 @@ def generate(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
     return token_ids
 
 
+def test_every_process_has_its_own_hash_key() -> None:
+    keys = {builder._scheduler_config(EngineConfig("m"), 8, 64).hash_key for _ in range(3)}
+    assert len(keys) == 3
+    assert {len(key) for key in keys} == {16}
+
+
 def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
     progress: list[tuple[str, int, int]] = []
     config = EngineConfig(str(default_model_path()), num_threads=1, max_num_sequences=8, kv_cache_bytes=64 << 20)

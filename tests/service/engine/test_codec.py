@@ -35,7 +35,7 @@ int32s = st.integers(-(2**31), 2**31 - 1)
 counts = st.integers(0, 2**31 - 1)
 texts = st.text(max_size=20)
 floats = st.floats(allow_nan=False)
-loads = st.builds(SchedulerLoad, counts, counts, counts, counts, counts, counts)
+loads = st.builds(SchedulerLoad, counts, counts, counts, counts, counts, counts, counts)
 ids = st.lists(int32s, max_size=5).map(tuple)
 
 

@@ -45,7 +45,13 @@ INFO = EngineInfo(
     load_duration_s=0.5,
 )
 LOAD = SchedulerLoad(
-    num_running=1, num_waiting=2, num_waiting_tokens=30, num_paused=0, num_free_blocks=90, num_blocks=100
+    num_running=1,
+    num_waiting=2,
+    num_waiting_tokens=30,
+    num_paused=0,
+    num_free_blocks=90,
+    num_cached_blocks=40,
+    num_blocks=100,
 )
 
 

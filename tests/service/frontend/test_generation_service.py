@@ -164,6 +164,18 @@ async def test_what_was_echoed_can_be_requested_again(harness: Harness) -> None:
     assert second.stopping == first.stopping
 
 
+@pytest.mark.parametrize(
+    "cache",
+    [{}, {"bypass_prefix_cache": True}, {"cache_salt": "é" * 64}, {"bypass_prefix_cache": True, "cache_salt": "s"}],
+)
+async def test_use_of_the_prefix_cache_reaches_the_scheduler(harness: Harness, cache: dict[str, Any]) -> None:
+    started = (await complete(harness, harness.generation.GenerateText(unary(cache=cache)), "a")).started
+    [request] = harness.engine.submitted
+    assert started.HasField("cache")
+    assert started.cache.bypass_prefix_cache == request.bypass_prefix_cache == cache.get("bypass_prefix_cache", False)
+    assert started.cache.cache_salt == request.cache_salt == cache.get("cache_salt", "")
+
+
 async def test_temperature_zero_is_not_unset(harness: Harness) -> None:
     response = await complete(harness, harness.generation.GenerateText(unary(sampling={"temperature": 0.0})), "a")
     assert response.started.sampling.HasField("temperature")
@@ -228,7 +240,7 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"output": {"echo_prompt": True}}, "output.echo_prompt"),
     ({"constraint": {"regex": "a*"}}, "constraint"),
     ({"constraint": {}}, "constraint"),
-    ({"cache": {"cache_salt": "s"}}, "cache.cache_salt"),
+    ({"cache": {"cache_salt": "é" * 64 + "x"}}, "cache.cache_salt"),
     ({"speculation": {"draft_token_count": 4}}, "speculation.draft_token_count"),
     ({"speculation": {"acceptance": 77}}, "speculation.acceptance"),
 ]

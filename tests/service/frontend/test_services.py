@@ -140,7 +140,12 @@ async def test_server_info_and_load(harness: Harness) -> None:
     assert info.max_receive_message_bytes == 4 << 20
     load = (await stub.GetLoad(engine_service_pb2.GetLoadRequest())).load
     assert load == engine_pb2.Load(
-        running_sequence_count=1, waiting_sequence_count=2, waiting_token_count=30, free_block_count=90, block_count=100
+        running_sequence_count=1,
+        waiting_sequence_count=2,
+        waiting_token_count=30,
+        free_block_count=90,
+        block_count=100,
+        cached_block_count=40,
     )
     harness.engine.ready, harness.engine.info = False, None
     info = await stub.GetServerInfo(engine_service_pb2.GetServerInfoRequest())

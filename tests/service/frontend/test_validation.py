@@ -63,7 +63,7 @@ def test_every_field_is_supported_or_refused(path: tuple[str, ...]) -> None:
     spec = generation_pb2.GenerationSpec()
     set_field(spec, path)
     name = ".".join(path)
-    if name in SUPPORTED_FIELDS or name in ("speculation.disabled", "cache.bypass_prefix_cache"):
+    if name in SUPPORTED_FIELDS or name == "speculation.disabled":
         check_supported(spec, SUPPORTED_FIELDS, NEUTRAL_VALUES)
     else:
         with pytest.raises(InvalidField) as caught:

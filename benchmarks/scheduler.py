@@ -1,0 +1,210 @@
+"""What the scheduler costs, without a device. Prints one JSON line per case; times are medians over the rounds.
+
+decode      schedule + apply with every sequence decoding, plan and update arrays included; blocks fill up (and are
+            hashed) as they would, each sequence at its own time
+verify      the same with 3 drafts a sequence, all accepted; `ns_per_row_over_decode` is what they add
+admission   add + schedule + apply of one request whose prompt is cached, less an empty step: for a prompt without
+            a full block, and for each block (hashed, found and held) beyond
+cancel      of a decoding sequence, and for each block that it holds
+eviction    what a block costs more when it is taken from 100,000 cached ones instead of from free ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from foreword.scheduler.config import SchedulerConfig
+from foreword.scheduler.request import Request, StoppingParams
+from foreword.scheduler.scheduler import Scheduler
+from foreword.scheduler.step import StepPlan, StepResult
+
+BLOCK_SIZE = 16
+NUM_DRAFTS = 3
+NUM_CACHED_BLOCKS = 100_000
+NUM_PROMPT_BLOCKS = 1000
+
+
+def new_scheduler(num_rows: int, num_blocks: int, budget: int, max_model_len: int) -> Scheduler:
+    """A scheduler with a queue that takes all that is added."""
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_sequences=num_rows,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            max_num_waiting=num_rows,
+            max_num_waiting_tokens=1 << 30,
+        )
+    )
+
+
+def new_request(
+    key: int, num_prompt: int, max_output: int, *, seed: int | None = None, bypass: bool = False
+) -> Request:
+    """A request whose prompt no other seed begins alike."""
+    prompt = np.arange(num_prompt, dtype=np.int32)
+    prompt[0] = key if seed is None else seed
+    return Request(key, prompt, StoppingParams(max_output), bypass_prefix_cache=bypass)
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    """Every draft is accepted, and one token more."""
+    num_tokens = int(plan.logits_offsets[-1])
+    return StepResult(
+        plan.step_id,
+        plan.logits_offsets.copy(),
+        np.full(num_tokens, 7, np.int32),
+        np.zeros(num_tokens, np.float32),
+        np.zeros(plan.num_sequences, np.bool_),
+    )
+
+
+def step(scheduler: Scheduler) -> int:
+    """One step; nanoseconds in the scheduler."""
+    start = time.perf_counter_ns()
+    plan = scheduler.schedule(1)
+    middle = time.perf_counter_ns()
+    result = result_of(plan) if plan.num_sequences else None
+    end = time.perf_counter_ns()
+    scheduler.apply(result)
+    return middle - start + time.perf_counter_ns() - end
+
+
+def run_to_the_end(scheduler: Scheduler) -> None:
+    """Serve what was added."""
+    while scheduler.has_work:
+        step(scheduler)
+
+
+def decoding(num_rows: int, max_output: int) -> Scheduler:
+    """A scheduler whose sequences all decode, evenly spread over the positions of a block."""
+    max_model_len = 3 * BLOCK_SIZE + max_output
+    num_blocks = num_rows * (max_model_len // BLOCK_SIZE + 2)
+    scheduler = new_scheduler(num_rows, num_blocks, 3 * BLOCK_SIZE * num_rows, max_model_len)
+    for key in range(num_rows):
+        scheduler.add(new_request(key, BLOCK_SIZE + key % BLOCK_SIZE, max_output), 1)
+    step(scheduler)
+    assert scheduler.load().num_running == num_rows
+    return scheduler
+
+
+def decode_ns(num_rows: int, num_rounds: int) -> float:
+    """Mean of a round of BLOCK_SIZE steps, in which every sequence fills one block."""
+    scheduler = decoding(num_rows, (num_rounds + 2) * BLOCK_SIZE)
+    return median(sum(step(scheduler) for _ in range(BLOCK_SIZE)) / BLOCK_SIZE for _ in range(num_rounds))
+
+
+def verify_ns(num_rows: int, num_rounds: int) -> float:
+    """Mean of a round of steps in which every sequence fills one block."""
+    per_round = BLOCK_SIZE // (NUM_DRAFTS + 1)
+    scheduler = decoding(num_rows, (num_rounds + 2) * BLOCK_SIZE)
+    drafts = np.full(NUM_DRAFTS, 7, np.int32)
+
+    def verification() -> int:
+        for key in range(num_rows):
+            assert scheduler.set_drafts(key, drafts) == NUM_DRAFTS
+        return step(scheduler)
+
+    return median(sum(verification() for _ in range(per_round)) / per_round for _ in range(num_rounds))
+
+
+def admission_ns(num_prompt_blocks: int, num_rounds: int) -> float:
+    """One request with a cached prompt, from `add` to its only token."""
+    num_prompt = num_prompt_blocks * BLOCK_SIZE + 1
+    scheduler = new_scheduler(1, num_prompt_blocks + 2, num_prompt, num_prompt + 1)
+    scheduler.add(new_request(0, num_prompt, 1), 1)
+    run_to_the_end(scheduler)
+    empty = median(step(scheduler) for _ in range(num_rounds))
+
+    def admission(key: int) -> int:
+        request = new_request(key, num_prompt, 1, seed=0)
+        return timed(lambda: scheduler.add(request, 1)) + step(scheduler)
+
+    return median(map(admission, range(1, num_rounds + 1))) - empty
+
+
+def cancel_ns(num_prompt_blocks: int, num_rounds: int) -> float:
+    """One call of `cancel`."""
+    num_prompt = num_prompt_blocks * BLOCK_SIZE
+    scheduler = new_scheduler(1, num_prompt_blocks + 2, num_prompt, num_prompt + 8)
+
+    def cancel(key: int) -> int:
+        scheduler.add(new_request(key, num_prompt, 8, seed=0), 1)
+        step(scheduler)
+        duration = timed(lambda: scheduler.cancel(key))
+        step(scheduler)
+        return duration
+
+    return median(map(cancel, range(num_rounds)))
+
+
+def eviction_ns() -> float:
+    """Schedules the same prompts in a pool of free blocks and in one that is full of cached ones."""
+    num_prompt = NUM_PROMPT_BLOCKS * BLOCK_SIZE
+    scheduler = new_scheduler(1, NUM_CACHED_BLOCKS, num_prompt, num_prompt + 1)
+
+    def serve(key: int, bypass: bool) -> int:
+        scheduler.add(new_request(key, num_prompt, 1, bypass=bypass), 1)
+        start = time.perf_counter_ns()
+        plan = scheduler.schedule(1)
+        duration = time.perf_counter_ns() - start
+        scheduler.apply(result_of(plan))
+        return duration
+
+    # What bypasses the cache leaves its blocks on the free stack, so a full cache is made anew for every measurement.
+    num_prompts = NUM_CACHED_BLOCKS // NUM_PROMPT_BLOCKS
+    free = median(serve(key, bypass=True) for key in range(num_prompts))
+    keys = iter(range(num_prompts, 10 * num_prompts))
+    for _ in range(num_prompts):
+        serve(next(keys), bypass=False)
+    assert scheduler.load().num_cached_blocks == NUM_CACHED_BLOCKS
+    evicting = median(serve(next(keys), bypass=False) for _ in range(2 * num_prompts))
+    return (evicting - free) / NUM_PROMPT_BLOCKS
+
+
+def timed(call: Callable[[], object]) -> int:
+    """Nanoseconds of a call."""
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start
+
+
+def median(durations: Iterable[float]) -> float:
+    """Of what a generator measures."""
+    return statistics.median(durations)
+
+
+def show(**line: object) -> None:
+    """Print a line."""
+    print(json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in line.items()}))
+
+
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    decode = {num_rows: decode_ns(num_rows, arguments.rounds) for num_rows in arguments.rows}
+    for num_rows, duration in decode.items():
+        show(case="decode", rows=num_rows, us_per_step=duration / 1000, ns_per_row=duration / num_rows)
+    for num_rows, duration in decode.items():
+        added = (verify_ns(num_rows, arguments.rounds) - duration) / num_rows
+        show(case="verify", rows=num_rows, drafts=NUM_DRAFTS, ns_per_row_over_decode=added)
+    rounds = 50 * arguments.rounds
+    few, many = admission_ns(0, rounds), admission_ns(256, rounds)
+    show(case="admission", us=few / 1000, us_per_block=(many - few) / 256 / 1000)
+    few, many = cancel_ns(1, rounds), cancel_ns(257, rounds)
+    show(case="cancel", us=few / 1000, ns_per_block=(many - few) / 256)
+    show(case="eviction", cached_blocks=NUM_CACHED_BLOCKS, ns_per_block=eviction_ns())
+
+
+if __name__ == "__main__":
+    main()
