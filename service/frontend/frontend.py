@@ -89,9 +89,7 @@ class Frontend:
             InvalidField, UnknownModel, DuplicateRequest, EngineUnavailable: it cannot begin.
         """
         self.model.check_name(spec.model)
-        settings = read_settings(
-            spec, self.engine_info().vocab_size, round(self.config.max_generation_duration_s * 1e9)
-        )
+        settings = read_settings(spec, self.engine_info(), round(self.config.max_generation_duration_s * 1e9))
         self.registry.check_free(settings.request_id)
         generation = Generation(
             settings,

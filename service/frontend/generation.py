@@ -280,6 +280,7 @@ class Generation:
             deadline_ns=deadline_ns,
             priority=settings.priority,
             want_logprobs=settings.logprobs,
+            max_draft_tokens=settings.max_draft_tokens,
         )
 
     def _room_for_output(self, num_prompt: int) -> int:

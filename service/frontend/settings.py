@@ -51,6 +51,8 @@ class GenerationSettings:
         logprobs: return each token's log probability.
         timing_level: how much timing to return.
         priority: a higher one is served first.
+        drafter: in use; empty for none.
+        max_draft_tokens: drafts that a step may check; 0 for none.
     """
 
     request_id: str
@@ -68,3 +70,5 @@ class GenerationSettings:
     logprobs: bool
     timing_level: TimingLevel
     priority: int
+    drafter: str
+    max_draft_tokens: int
