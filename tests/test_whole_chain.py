@@ -29,7 +29,11 @@ def request(index: int) -> tuple[list[Message] | str, dict[str, Any]]:
     """One of 32 requests that differ in length, prompt, sampling, stop strings and what is returned."""
     subject = SUBJECTS[index % len(SUBJECTS)]
     text = f"Tell me about {subject}. " * (1 + index % 5)
-    options: dict[str, Any] = {"max_output_token_count": 64 if index < 8 else 8, "logprobs": index % 2 == 0, "ignore_eos": index < 8}
+    options: dict[str, Any] = {
+        "max_output_token_count": 64 if index < 8 else 8,
+        "logprobs": index % 2 == 0,
+        "ignore_eos": index < 8,
+    }
     if index % 3:
         options |= {"temperature": 0.7 + index % 4 / 5, "seed": index, "top_k": 40 * (index % 2), "top_p": 0.95}
     else:
