@@ -19,6 +19,7 @@ class Speculator:
     A drafter that raises an exception, or proposes what is no token, is not used any more.
 
     Attributes:
+        drafter_name: of its drafter.
         state: whether it proposes, and why not.
     """
 
@@ -40,6 +41,7 @@ class Speculator:
             max_draft_tokens: bound of the drafts of a row.
             vocab_size: token ids are below it.
         """
+        self.drafter_name = drafter.name
         self._drafter: Drafter | None = drafter
         self._controller = controller
         self._max_draft_tokens = max_draft_tokens

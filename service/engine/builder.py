@@ -13,7 +13,6 @@ from foreword.gpu.config import DeviceConfig, available_cpus, kv_cache_bytes_per
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.registry import read_config
 from foreword.gpu.runner import load_runner
-from foreword.gpu.speculative.ngram_drafter import NgramDrafter
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.scheduler import Scheduler
@@ -73,7 +72,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
-        drafter="" if runner.speculator is None else NgramDrafter.name,
+        drafter="" if runner.speculator is None else runner.speculator.drafter_name,
         max_draft_tokens=0 if runner.speculator is None else config.max_draft_tokens,
         load_duration_s=(time.monotonic_ns() - start_ns) / 1e9,
     )
