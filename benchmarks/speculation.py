@@ -1,10 +1,11 @@
 """What speculation gains, measured through gRPC on prompts of six kinds.
 
-Starts `foreword serve` with speculation on its default. Every prompt of `benchmarks/prompts/<kind>.jsonl` runs twice,
-with drafts and with `speculation.disabled`, in alternating rounds of the given number of concurrent streams, so that
-both meet the same machine. Outputs must be equal, token for token. Prints one JSON line per kind and number of streams:
+Starts `foreword serve` with speculation on its default. Every prompt of `benchmarks/prompts/<kind>.jsonl` runs with
+drafts and with `speculation.disabled`, twice each, in alternating passes of the given number of concurrent streams,
+so that both meet the same machine. A stream takes the next prompt as soon as it is free. Outputs must be equal, token
+for token. Prints one JSON line per kind and number of streams:
 
-    tokens_per_s            output tokens of all streams / time of the rounds, with drafts
+    tokens_per_s            output tokens of all streams / time of the passes, with drafts
     ratio_to_off            the same divided by that without drafts
     mean_acceptance_length  output tokens per step that checked drafts: 1 + accepted / verifications
 """
@@ -38,7 +39,7 @@ ROLES = {"user": chat_pb2.ROLE_USER, "assistant": chat_pb2.ROLE_ASSISTANT}
 
 @dataclass
 class Totals:
-    """Sums over rounds."""
+    """Sums over passes."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -72,41 +73,46 @@ async def generate(
     return await stub.GenerateText(generation_service_pb2.GenerateTextRequest(spec=spec))
 
 
-async def run_round(
+async def run_pass(
     stub: generation_service_pb2_grpc.GenerationServiceStub,
     chats: list[chat_pb2.ChatInput],
+    num_streams: int,
     num_tokens: int,
     disabled: bool,
     totals: Totals,
 ) -> list[list[int]]:
-    """Answer some prompts at once; returns their tokens."""
+    """Answer all prompts, each stream taking the next one whenever it is free; returns their tokens."""
+    waiting = iter(enumerate(chats))
+    tokens: list[list[int]] = [[] for _ in chats]
+
+    async def serve() -> None:
+        for index, chat in waiting:
+            response = await generate(stub, chat, num_tokens, disabled)
+            tokens[index] = list(response.outputs[0].content.token_ids)
+            totals.num_tokens += len(tokens[index])
+            totals.num_accepted += response.finished.usage.accepted_draft_token_count
+            totals.num_verifications += sum(response.finished.timing.acceptance_histogram)
+
     start = time.monotonic()
-    responses = await asyncio.gather(*(generate(stub, chat, num_tokens, disabled) for chat in chats))
+    await asyncio.gather(*(serve() for _ in range(num_streams)))
     totals.seconds += time.monotonic() - start
-    for response in responses:
-        histogram = response.finished.timing.acceptance_histogram
-        totals.num_tokens += response.finished.usage.output_token_count
-        totals.num_accepted += response.finished.usage.accepted_draft_token_count
-        totals.num_verifications += sum(histogram)
-    return [list(response.outputs[0].content.token_ids) for response in responses]
+    return tokens
 
 
 async def measure(address: str, kind: str, num_streams: int, num_tokens: int, num_prompts: int) -> dict[str, object]:
     """One row of the table."""
     chats = read_prompts(kind)
-    chats = (chats * -(-num_streams // len(chats)))[: max(num_prompts, num_streams)]
+    num_prompts = max(num_prompts, 3 * num_streams)
+    chats = (chats * -(-num_prompts // len(chats)))[:num_prompts]
     on, off = Totals(), Totals()
     async with grpc.aio.insecure_channel(address) as channel:
         stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
-        for index, start in enumerate(range(0, len(chats) - num_streams + 1, num_streams)):
-            batch = chats[start : start + num_streams]
-            order = (False, True) if index % 2 else (True, False)
-            tokens = {
-                disabled: await run_round(stub, batch, num_tokens, disabled, off if disabled else on)
-                for disabled in order
-            }
-            if tokens[True] != tokens[False]:
-                raise SystemExit(f"{kind}: drafts changed the output")
+        outputs = [
+            await run_pass(stub, chats, num_streams, num_tokens, disabled, off if disabled else on)
+            for disabled in (False, True, True, False)
+        ]
+    if any(tokens != outputs[0] for tokens in outputs):
+        raise SystemExit(f"{kind}: drafts changed the output")
     rate_on, rate_off = on.num_tokens / on.seconds, off.num_tokens / off.seconds
     return {
         "prompts": kind,
@@ -123,7 +129,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of every answer, at most")
-    parser.add_argument("--prompts", type=int, default=12, help="prompts of each kind, at least one for every stream")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of each kind, at least three for every stream")
     parser.add_argument("serve", nargs="*", help="arguments for `foreword serve`, after --")
     options = parser.parse_args()
     with server(options.serve) as (address, _):
