@@ -13,14 +13,14 @@ IntArray = npt.NDArray[np.int64]
 MIN_GAIN = 1.03
 """Drafting starts when it is expected to be this much faster, and goes on while it is faster at all."""
 PROBE_INTERVAL = 100
-"""While drafting does not pay, one in so many steps that could draft does, to learn what it costs now."""
+"""One in so many steps that could draft does the opposite of what seems best, to learn what that costs now."""
 
 _ROW_MEMORY = 8
 _SERVER_MEMORY = 128
 _FIRST_ACCEPTANCE = (0.2, 0.8)
 _ACCEPTANCE_RANGE = (0.01, 0.98)
-_COST_WEIGHT = 0.1
-_MAX_COST_OUTLIER = 2.0
+_SPEED_WEIGHT, _SIZE_WEIGHT = 0.2, 0.05
+_MAX_SURPRISE = 2.0
 
 
 def choose_lengths(acceptance: FloatArray, limits: IntArray, costs: FloatArray) -> tuple[IntArray, FloatArray]:
@@ -56,11 +56,17 @@ class StepCost:
         self._times = np.zeros(len(self._sizes))
 
     def observe(self, num_tokens: int, duration_ns: int) -> None:
-        """Take the time of a step. One that took far longer than expected counts as twice what was expected."""
+        """Take the time of a step.
+
+        A step that takes longer than expected says most of all that the device is slower now, for steps of every size:
+        a load that comes and goes must not look like a price of the sizes that were run meanwhile.
+        """
         index = int(np.abs(self._sizes - num_tokens).argmin())
         known = self._times[index]
         if known:
-            self._times[index] += _COST_WEIGHT * (min(duration_ns, _MAX_COST_OUTLIER * known) - known)
+            surprise = float(np.clip(duration_ns / known, 1 / _MAX_SURPRISE, _MAX_SURPRISE))
+            self._times *= surprise**_SPEED_WEIGHT
+            self._times[index] *= surprise**_SIZE_WEIGHT
         else:
             self._times[index] = duration_ns
 
@@ -98,7 +104,7 @@ class DraftController:
         self.state = DraftState.NO_GAIN
         self._typical = np.linspace(*_FIRST_ACCEPTANCE, max_confidence + 1)
         self._acceptance = np.tile(self._typical, (max_num_sequences, 1))
-        self._num_idle = 0
+        self._num_alike = 0
 
     def admit(self, row: int) -> None:
         """Forget what is known about a row."""
@@ -135,13 +141,11 @@ class DraftController:
         owners, rates = choose_lengths(acceptance, limits.astype(np.int64), costs)
         best = 1 + int(rates[1:].argmax())
         gain = rates[best] / rates[0]
-        if gain > (1.0 if self.state is DraftState.ACTIVE else MIN_GAIN):
-            self.state = DraftState.ACTIVE
-            self._num_idle = 0
-        else:
-            self.state = DraftState.NO_GAIN
-            self._num_idle += 1
-            if self._num_idle < PROBE_INTERVAL:
-                return nothing
-            self._num_idle = 0
-        return np.bincount(owners[:best], minlength=len(rows))
+        pays = gain > (1.0 if self.state is DraftState.ACTIVE else MIN_GAIN)
+        state = DraftState.ACTIVE if pays else DraftState.NO_GAIN
+        self._num_alike = self._num_alike + 1 if state is self.state else 1
+        self.state = state
+        if self._num_alike == PROBE_INTERVAL:
+            self._num_alike = 0
+            pays = not pays
+        return np.bincount(owners[:best], minlength=len(rows)) if pays else nothing

@@ -74,6 +74,25 @@ def test_one_slow_step_hardly_counts() -> None:
     assert cost.predict(np.array([1]))[0] < 1200
 
 
+def test_a_busy_machine_slows_steps_of_all_sizes() -> None:
+    """Else the sizes that nobody runs meanwhile would look cheap, or dear, for as long as nobody runs them."""
+    cost = StepCost(512)
+    cost.observe(16, 1000)
+    cost.observe(32, 1500)
+    for _ in range(200):
+        cost.observe(32, 3000)
+    slow = cost.predict(np.array([16, 32]))
+    assert slow[1] == pytest.approx(3000, rel=0.01)
+    assert slow[0] > 1700
+
+
+def test_while_it_drafts_it_learns_what_steps_without_drafts_cost() -> None:
+    controller = taught(new_controller(slope=1.0), confidence=5, acceptance=0.95)
+    drafted = [int(controller.choose(int32(0), int32(5), int32(6), False).sum()) for _ in range(3 * PROBE_INTERVAL)]
+    assert drafted.count(0) == 3
+    assert controller.state is DraftState.ACTIVE
+
+
 def test_likely_drafts_are_checked_when_tokens_are_cheap() -> None:
     controller = taught(new_controller(slope=1.0), confidence=5, acceptance=0.95)
     assert controller.choose(int32(0), int32(5), int32(6), False).tolist() == [6]
