@@ -9,6 +9,7 @@ from foreword.gpu.models.config import ModelConfig
 from foreword.scheduler.errors import ConfigError
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+SPECULATION_MODES = ("off", "auto", "ngram")
 
 
 def available_cpus() -> int:
@@ -29,6 +30,9 @@ class DeviceConfig:
         max_num_sequences: rows of the batch.
         max_num_batched_tokens: tokens of a step.
         max_model_len: tokens (prompt and output) a sequence may have.
+        speculation: "off", "auto" (a controller decides at every step) or the name of a drafter that always proposes:
+            "ngram".
+        max_draft_tokens: drafts of a sequence that a step checks at most.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -42,6 +46,8 @@ class DeviceConfig:
     max_num_sequences: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
+    speculation: str = "off"
+    max_draft_tokens: int = 6
 
     def __post_init__(self) -> None:
         if self.device == "cuda":
@@ -50,6 +56,10 @@ class DeviceConfig:
             raise ConfigError(f"device: '{self.device}' is unknown; the available device is 'cpu'")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype: '{self.dtype}' is unknown; use one of {', '.join(sorted(DTYPE_BYTES))}")
+        if self.speculation not in SPECULATION_MODES:
+            raise ConfigError(
+                f"speculation: '{self.speculation}' is unknown; use one of {', '.join(SPECULATION_MODES)}"
+            )
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, int) and value < 1:

@@ -17,8 +17,11 @@ from foreword.gpu.config import DeviceConfig
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
+from foreword.gpu.speculative.controller import DraftController
+from foreword.gpu.speculative.ngram_drafter import NgramDrafter
+from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import BoolArray, Int32Array, StepPlan, StepResult
+from foreword.scheduler.step import BoolArray, DraftState, Int32Array, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cpu_backend import CpuBackend
@@ -30,12 +33,14 @@ class ModelRunner:
     Attributes:
         config: capacities.
         decoder: the model.
+        speculator: proposes drafts; `None` when speculation is off.
     """
 
-    def __init__(self, config: DeviceConfig, decoder: Decoder[Any]) -> None:
+    def __init__(self, config: DeviceConfig, decoder: Decoder[Any], speculator: Speculator | None = None) -> None:
         model = decoder.config
         self.config = config
         self.decoder = decoder
+        self.speculator = speculator
         self.cache = decoder.backend.kv_cache(
             KVCacheShape(
                 num_layers=model.num_layers,
@@ -92,13 +97,23 @@ class ModelRunner:
         logits = self.decoder.logits(batch, self.cache)
         samples = backend.sample(logits, self._sampling.select(plan))
         accepted, failed = accept_drafts(plan, samples)
+        token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
+        drafts, draft_state = None, DraftState.DISABLED
+        model_end_ns = draft_end_ns = time.perf_counter_ns()
+        if self.speculator is not None:
+            drafts = self.speculator.follow(plan, token_offsets, token_ids, model_end_ns - start_ns)
+            draft_state = self.speculator.state
+            draft_end_ns = time.perf_counter_ns()
         return StepResult(
             step_id=plan.step_id,
-            token_offsets=_token_offsets(plan, accepted),
-            token_ids=samples.token_ids[accepted],
+            token_offsets=token_offsets,
+            token_ids=token_ids,
             logprobs=samples.logprobs[accepted],
             failed=failed,
-            model_duration_ns=time.perf_counter_ns() - start_ns,
+            draft_duration_ns=draft_end_ns - model_end_ns,
+            model_duration_ns=model_end_ns - start_ns,
+            drafts=drafts,
+            draft_state=draft_state,
         )
 
 
@@ -153,7 +168,25 @@ def load_runner(
     if not _is_row_independent(config.dtype, config.num_threads, layers, max_rows):
         backend.use_tiles()
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
-    return ModelRunner(config, Decoder(model_config, weights, backend, config.max_model_len))
+    decoder = Decoder(model_config, weights, backend, config.max_model_len)
+    return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size))
+
+
+def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:
+    if config.speculation == "off":
+        return None
+    num_rows = config.max_num_sequences
+    drafter = NgramDrafter(num_rows, config.max_model_len, config.max_draft_tokens, vocab_size)
+    controller = None
+    if config.speculation == "auto":
+        controller = DraftController(num_rows, config.max_num_batched_tokens, drafter.max_confidence)
+    return Speculator(
+        drafter,
+        controller,
+        max_num_sequences=num_rows,
+        max_draft_tokens=config.max_draft_tokens,
+        vocab_size=vocab_size,
+    )
 
 
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:

@@ -40,6 +40,18 @@ cdef inline int append_tokens(Sequence* s, StepBuffers step, int start, int end,
     return num_kept
 
 
+cdef inline int keep_drafts(Sequence* s, StepBuffers step, int b) noexcept nogil:
+    """Put the drafts of a sequence that goes on behind its last token; returns how many fit before its last one."""
+    if step.draft_offsets == NULL or s.is_paused or s.update.finish_reason != UNFINISHED:
+        return 0
+    cdef int start = step.draft_offsets[b]
+    cdef int num_draft = min(step.draft_offsets[b + 1] - start, s.max_tokens - s.num_tokens - 1)
+    cdef int i
+    for i in range(num_draft):
+        s.token_ids[s.num_tokens + i] = step.draft_token_ids[start + i]
+    return num_draft
+
+
 cdef inline void add_record(Sequence* s, StepBuffers step) noexcept nogil:
     step.updates[step.num_updates] = s.update
     step.num_updates += 1
@@ -66,7 +78,7 @@ cdef void commit(Sequence* s, StepBuffers step, int b, int max_model_len) noexce
     s.update.num_accepted = min(s.update.num_tokens, max(num_accepted - 1, 0))
     s.num_computed = end - s.num_draft + s.update.num_accepted
     s.num_computed_max = max(s.num_computed_max, s.num_computed)
-    s.num_draft = 0
+    s.num_draft = keep_drafts(s, step, b)
     s.update.num_prompt_computed = min(s.num_computed, s.num_prompt)
     add_record(s, step)
 

@@ -6,7 +6,6 @@ that a reader can tell which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +16,8 @@ from foreword.scheduler.reference_blocks import ReferenceBlocks
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import (
     SEQUENCE_UPDATE,
+    Drafts,
     FinishReason,
-    Int32Array,
     SchedulerLoad,
     StepKind,
     StepPlan,
@@ -153,6 +152,8 @@ class ReferenceScheduler:
         if (s := self._find(request_key)) is None:
             return False
         s.is_paused = True
+        if not s.num_scheduled:
+            s.drafts = []
         return True
 
     def resume(self, request_key: int) -> bool:
@@ -161,18 +162,6 @@ class ReferenceScheduler:
             return False
         s.is_paused = False
         return True
-
-    def set_drafts(self, request_key: int, token_ids: Sequence[int] | Int32Array) -> int:
-        """Propose tokens for verification."""
-        if self.is_step_open:
-            raise RuntimeError("step is open")
-        s = self._find(request_key)
-        if s is None or s.row is None or s.is_prefill:
-            return 0
-        if any(token_id < 0 for token_id in token_ids):
-            raise ValueError("negative token")
-        s.drafts = [int(token_id) for token_id in token_ids][: s.request.stopping.max_output_tokens - s.num_output - 1]
-        return len(s.drafts)
 
     # Schedule
 
@@ -355,7 +344,9 @@ class ReferenceScheduler:
         token_ids = [] if result is None else result.token_ids.tolist()
         logprobs = [] if result is None else result.logprobs.tolist()
         failed = [] if result is None else result.failed.tolist()
+        drafts = None if result is None else result.drafts
         self._check_result(offsets, token_ids, failed)
+        self._check_drafts(drafts, offsets)
         updates: list[tuple[int, ...]] = []
         update_token_ids: list[int] = []
         update_logprobs: list[float] = []
@@ -366,6 +357,9 @@ class ReferenceScheduler:
             start, end = offsets[b], offsets[b + 1]
             record = self._commit(s, token_ids[start:end], failed[b])
             updates.append(record)
+            if drafts is not None and not s.is_paused and not s.finish_reason:
+                num_left = s.request.stopping.max_output_tokens - s.num_output
+                s.drafts = drafts.token_ids[drafts.offsets[b] : drafts.offsets[b + 1]].tolist()[: num_left - 1]
             num_kept = record[2]
             update_token_ids += token_ids[start : start + num_kept]
             update_logprobs += logprobs[start : start + num_kept]
@@ -442,6 +436,15 @@ class ReferenceScheduler:
             num_logits = len(s.drafts) + 1 if is_complete and not failed[b] else 0
             if not min(1, num_logits) <= offsets[b + 1] - offsets[b] <= num_logits:
                 raise ValueError("wrong number of tokens")
+
+    def _check_drafts(self, drafts: Drafts | None, token_offsets: list[int]) -> None:
+        if drafts is None:
+            return
+        counts = np.diff(drafts.offsets)
+        if len(counts) != len(self.planned) or drafts.offsets[0] or drafts.offsets[-1] != len(drafts.token_ids):
+            raise ValueError("wrong shape")
+        if (counts < 0).any() or (drafts.token_ids < 0).any() or counts[np.diff(token_offsets) == 0].any():
+            raise ValueError("wrong drafts")
 
     # State
 

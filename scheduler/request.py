@@ -59,6 +59,7 @@ class Request:
         cache_salt: requests share cached blocks only with requests of the same salt.
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.
+        max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
     """
 
     request_key: int
@@ -72,3 +73,4 @@ class Request:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     want_logprobs: bool = False
+    max_draft_tokens: int = 16

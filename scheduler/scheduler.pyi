@@ -1,11 +1,9 @@
 """Continuous batching with chunked prefill over a paged KV cache."""
 
-from collections.abc import Sequence
-
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.prefix_cache import PrefixCache
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Int32Array, SchedulerLoad, StepPlan, StepResult, StepUpdate
+from foreword.scheduler.step import SchedulerLoad, StepPlan, StepResult, StepUpdate
 
 class Scheduler:
     """Packs all requests into one batch every step.
@@ -40,18 +38,6 @@ class Scheduler:
     def resume(self, request_key: int) -> bool:
         """Undo `pause`. False when the key is not active."""
 
-    def set_drafts(self, request_key: int, token_ids: Sequence[int] | Int32Array) -> int:
-        """Propose tokens that the next step verifies, as far as budget and free blocks allow without a preemption.
-
-        Returns:
-            How many were kept: never more than the sequence may still produce after its next token, and 0 for a
-            sequence that is not decoding or not active.
-
-        Raises:
-            RuntimeError: a plan has not been applied yet.
-            ValueError: a token id is negative.
-        """
-
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step. An empty plan (no sequences) must be applied with `apply(None)` all the same.
 
@@ -61,6 +47,10 @@ class Scheduler:
 
     def apply(self, result: StepResult | None) -> StepUpdate:
         """Take a step's result: append tokens, end sequences, free blocks. `None` for an empty plan.
+
+        Drafts of sequences that go on are verified by the next step, never more than a sequence may still produce
+        after its next token, and as far as budget and free blocks allow without a preemption. Those of a sequence that
+        is paused or preempted are dropped.
 
         Raises:
             ValueError: the result does not belong to the last plan, or a token id is negative.

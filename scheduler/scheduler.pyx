@@ -79,6 +79,8 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         if not s.is_paused:
             s.is_paused = True
+            if not s.is_planned:
+                s.num_draft = 0
             if s.row < 0:
                 self.waiting.remove(entry)
             else:
@@ -97,23 +99,6 @@ cdef class Scheduler:
             else:
                 self.num_paused -= 1
         return True
-
-    def set_drafts(self, request_key, token_ids):
-        if self.is_step_open:
-            raise RuntimeError("drafts are set between `apply` and `schedule`")
-        cdef int entry = self.find_active(request_key)
-        if entry < 0:
-            return 0
-        cdef Sequence* s = &self.sequences[entry]
-        if s.row < 0 or s.num_computed < s.prefill_end:
-            return 0
-        if any([not 0 <= token_id <= INT32_MAX for token_id in token_ids]):
-            raise ValueError("draft token ids must be int32 and not negative")
-        cdef int i
-        s.num_draft = min(<int>len(token_ids), s.max_tokens - s.num_tokens - 1)
-        for i in range(s.num_draft):
-            s.token_ids[s.num_tokens + i] = token_ids[i]
-        return s.num_draft
 
     cdef int find_active(self, object request_key) except -2:
         cdef int entry = self.table.find(request_key)

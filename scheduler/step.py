@@ -49,6 +49,18 @@ class FinishReason(IntEnum):
     FAILED = 7  # the device reported the sequence as failed (its logits were not finite), or it cannot get a block
 
 
+class DraftState(IntEnum):
+    """Whether drafts are proposed, and why not."""
+
+    ACTIVE = 0  # they are
+    NO_DRAFTER = 1
+    DISABLED = 2  # the operator turned speculation off
+    DRAFTER_FAILED = 3
+    NO_GAIN = 4  # checking them would cost more time than they are expected to save
+    CACHE_PRESSURE = 5
+    PREFILL_PRESSURE = 6  # prompts wait for the time that drafts would take
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the device computes in one step. Token t of the step belongs to the sequence b whose range holds t.
@@ -96,6 +108,20 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens proposed for the next step, to be verified by it. Sequence order is the plan's.
+
+    Attributes:
+        offsets: `[B + 1]` drafts of sequence b are `offsets[b]:offsets[b + 1]`; only a sequence that has tokens in the
+            same result can have drafts, which follow the last of them.
+        token_ids: `[D]`.
+    """
+
+    offsets: Int32Array
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the device computed for a plan. Sequence order is the plan's.
 
@@ -109,6 +135,8 @@ class StepResult:
         failed: `[B]` true where logits were not finite; such a sequence has no tokens.
         draft_duration_ns: time spent proposing.
         model_duration_ns: time spent in the target model and sampling.
+        drafts: proposals for the next step; None for none at all.
+        draft_state: whether the device proposes at present.
     """
 
     step_id: int
@@ -118,6 +146,8 @@ class StepResult:
     failed: BoolArray
     draft_duration_ns: int = 0
     model_duration_ns: int = 0
+    drafts: Drafts | None = None
+    draft_state: DraftState = DraftState.NO_DRAFTER
 
 
 SEQUENCE_UPDATE = np.dtype(

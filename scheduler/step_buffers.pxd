@@ -33,6 +33,8 @@ cdef class StepBuffers:
     cdef const int32_t* result_token_ids
     cdef const float* result_logprobs
     cdef const char* result_failed
+    cdef const int32_t* draft_offsets  # NULL without drafts
+    cdef const int32_t* draft_token_ids
 
     cdef void clear(self) noexcept nogil  # an empty plan
     # Add the next num_tokens tokens of a sequence, whose blocks hold them, to the plan; of its block table what is news.
@@ -42,4 +44,5 @@ cdef class StepBuffers:
     cdef void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil
     cdef object plan(self, object step_id, tuple admitted)  # StepPlan
     cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays
+    cdef int read_drafts(self, object drafts) except -1
     cdef object update(self, object step_id)  # StepUpdate

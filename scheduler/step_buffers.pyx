@@ -169,6 +169,34 @@ cdef class StepBuffers:
         for i in range(num_tokens):
             if self.result_token_ids[i] < 0:
                 raise ValueError(f"result.token_ids[{i}] must not be negative, got {self.result_token_ids[i]}")
+        return self.read_drafts(result.drafts)
+
+    cdef int read_drafts(self, object drafts) except -1:
+        self.draft_offsets = NULL
+        if drafts is None:
+            return 0
+        cdef int b, num_sequences = self.num_sequences
+        cdef cnp.ndarray offsets = checked(
+            "result.drafts.offsets", drafts.offsets, cnp.NPY_INT32, "int32", num_sequences + 1
+        )
+        cdef cnp.ndarray token_ids = checked(
+            "result.drafts.token_ids", drafts.token_ids, cnp.NPY_INT32, "int32", -1
+        )
+        cdef Py_ssize_t i, num_tokens = cnp.PyArray_DIM(token_ids, 0)
+        cdef int32_t* starts = int32_data(offsets)
+        cdef int32_t* ids = int32_data(token_ids)
+        if starts[0] != 0 or starts[num_sequences] != num_tokens:
+            raise ValueError(f"result.drafts.offsets must go from 0 to {num_tokens}, the length of token_ids")
+        for b in range(num_sequences):
+            if starts[b + 1] < starts[b]:
+                raise ValueError(f"result.drafts.offsets must not fall, but does at sequence {b} of the plan")
+            if starts[b + 1] > starts[b] and self.result_offsets[b + 1] == self.result_offsets[b]:
+                raise ValueError(f"result.drafts: sequence {b} of the plan has no token that drafts could follow")
+        for i in range(num_tokens):
+            if ids[i] < 0:
+                raise ValueError(f"result.drafts.token_ids[{i}] must not be negative, got {ids[i]}")
+        self.draft_offsets = starts
+        self.draft_token_ids = ids
         return 0
 
     cdef object update(self, object step_id):

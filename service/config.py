@@ -74,6 +74,13 @@ class ServerConfig:
     )
     max_num_waiting_tokens: int = _setting("engine", Integer(1), 1 << 20, "prompt tokens that may wait")
 
+    speculation: str = _setting(
+        "speculation", Choice("auto", "off", "ngram"), "auto", "auto drafts where it pays, ngram always, off never"
+    )
+    max_draft_tokens: int = _setting(
+        "speculation", Integer(1, 16), 6, "drafts of a sequence that a step checks at most"
+    )
+
     tokenizer_threads: int = _setting("stream", Integer(1, 256), 2, "threads that turn text into tokens")
     stream_buffer_tokens: int = _setting(
         "stream", Integer(1, 8192), 256, "tokens kept for a client that does not read, before its sequence pauses"

@@ -54,6 +54,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
+        speculation=config.speculation,
+        max_draft_tokens=config.max_draft_tokens,
     )
     num_blocks = count_blocks(config, model, max_model_len)
     scheduler = Scheduler(_scheduler_config(config, num_blocks, max_model_len))
@@ -74,6 +76,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
+        drafter="" if runner.speculator is None else runner.speculator.drafter_name,
+        max_draft_tokens=0 if runner.speculator is None else config.max_draft_tokens,
         load_duration_s=(time.monotonic_ns() - start_ns) / 1e9,
     )
     return Engine(scheduler, runner, info)

@@ -12,7 +12,7 @@ import zmq
 
 from foreword.scheduler.errors import DuplicateRequest, EngineUnavailable, ForewordError
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import SchedulerLoad
+from foreword.scheduler.step import DraftState, SchedulerLoad
 from foreword.service.engine.codec import Codec
 from foreword.service.engine.messages import (
     FRONT_END_SHIFT,
@@ -47,6 +47,7 @@ class EngineClient:
         ready: True while an engine takes requests.
         load: latest gauges; zero while no engine is ready.
         num_received: messages from engines up to now.
+        draft_state: whether drafts are proposed at present, and why not.
     """
 
     def __init__(self, front_end: int = 0) -> None:
@@ -59,6 +60,7 @@ class EngineClient:
         self.ready = False
         self.load = _NO_LOAD
         self.num_received = 0
+        self.draft_state = DraftState.NO_DRAFTER
         self._front_end = front_end
         self._counter = itertools.count(1)
         self._codec = Codec()
@@ -216,6 +218,7 @@ class EngineClient:
                     admission.set_exception(error.to_error())
             case Welcome(info, load):
                 self.info, self.load, self.ready = info, load, True
+                self.draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
                 if self._welcome is not None and not self._welcome.done():
                     self._welcome.set_result(None)
             case _:
@@ -224,6 +227,7 @@ class EngineClient:
     def _dispatch(self, report: StepReport) -> None:
         """Give each sequence's news to its sink; news of sequences that were forgotten are dropped."""
         self.load = report.header.load
+        self.draft_state = report.header.draft_state
         sequences = report.sequences
         begin = 0
         for index, (request_key, end, finish_reason) in enumerate(

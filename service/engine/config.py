@@ -25,6 +25,8 @@ class EngineConfig:
             8,192.
         max_num_waiting: requests that may wait.
         max_num_waiting_tokens: prompt tokens that may wait.
+        speculation: "auto", "off" or the name of a drafter.
+        max_draft_tokens: drafts of a sequence that a step checks at most.
         log_level: of the engine process, "debug", "info", "warning" or "error".
         log_json: log records of the engine process are JSON.
     """
@@ -40,5 +42,7 @@ class EngineConfig:
     max_model_len: int = 0
     max_num_waiting: int = 1024
     max_num_waiting_tokens: int = 1 << 20
+    speculation: str = "auto"
+    max_draft_tokens: int = 6
     log_level: str = "info"
     log_json: bool = True

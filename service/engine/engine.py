@@ -11,7 +11,7 @@ import numpy.typing as npt
 from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import SchedulerLoad, StepPlan, StepResult
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult
 from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
 
 
@@ -47,6 +47,7 @@ class Engine:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
+        self._draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
         self._request_keys = np.zeros(scheduler.config.max_num_sequences, np.int64)
 
     def submit(self, request: Request) -> None:
@@ -104,7 +105,9 @@ class Engine:
             num_sequences=plan.num_sequences,
             num_tokens=plan.num_tokens,
             load=self._scheduler.load(),
+            draft_state=result.draft_state if result else self._draft_state,
         )
+        self._draft_state = header.draft_state
         return StepReport(header, update.sequences, update.token_ids, update.logprobs)
 
     @property

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.errors import ForewordError, InvalidField
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import SchedulerLoad
+from foreword.scheduler.step import DraftState, SchedulerLoad
 
 FRONT_END_SHIFT = 48
 """A request key holds the index of its front end above this bit, and that front end's own counter below."""
@@ -59,6 +59,8 @@ class EngineInfo:
         block_size: tokens per KV cache block.
         num_blocks: blocks of the KV cache.
         load_duration_s: from start of the process to ready.
+        drafter: name of the drafter; empty when speculation is off.
+        max_draft_tokens: drafts of a sequence that a step checks at most.
     """
 
     device: str
@@ -73,6 +75,8 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     load_duration_s: float
+    drafter: str = ""
+    max_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,7 @@ class StepHeader:
         num_sequences: sequences in the batch.
         num_tokens: tokens in the batch.
         load: gauges after the step.
+        draft_state: whether drafts are proposed after the step, and why not.
     """
 
     step_id: int
@@ -189,6 +194,7 @@ class StepHeader:
     num_sequences: int
     num_tokens: int
     load: SchedulerLoad
+    draft_state: DraftState = DraftState.DISABLED
 
 
 @dataclass(frozen=True, slots=True)

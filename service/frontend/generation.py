@@ -323,6 +323,7 @@ class Generation:
             cache_salt=settings.cache_salt,
             bypass_prefix_cache=settings.bypass_prefix_cache,
             want_logprobs=settings.logprobs,
+            max_draft_tokens=settings.max_draft_tokens,
         )
 
     def _room_for_output(self, num_prompt: int) -> int:

@@ -33,4 +33,5 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
 
     def _model(self) -> model_pb2.Model:
         state = model_pb2.ModelState.ValueType(self._frontend.state.value)
-        return model_message(self._frontend.model, self._frontend.engine.info, state)
+        engine = self._frontend.engine
+        return model_message(self._frontend.model, engine.info, engine.draft_state, state)

@@ -16,6 +16,7 @@ from foreword.service.text.chat_template import ChatMessage
 from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2, stopping_pb2, timing_pb2
 
 DEFAULT_SAMPLING = SamplingParams()
+MAX_DRAFT_TOKENS = 16
 
 SUPPORTED_FIELDS = frozenset(
     {
@@ -44,6 +45,9 @@ SUPPORTED_FIELDS = frozenset(
         "output.timing_level",
         "cache.bypass_prefix_cache",
         "cache.cache_salt",
+        "speculation.disabled",
+        "speculation.draft_token_count",
+        "speculation.drafter",
         "priority",
     }
 )
@@ -56,8 +60,6 @@ NEUTRAL_VALUES = {
     "sampling.repetition_penalty": 1.0,
     "sampling.output_count": 1,
     "output.coalesce_token_count": 1,
-    "speculation.disabled": True,  # there is no drafter
-    "speculation.draft_token_count": 0,
     "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
 }
 """Values that ask for what this server does anyway."""
@@ -97,9 +99,10 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     )
     validation.check_stop_strings("stopping.stop_strings", stopping.stop_strings)
     validation.check_count("stopping.stop_token_ids", len(stopping.stop_token_ids))
-    validation.check_token_ids("stopping.stop_token_ids", np.array(stopping.stop_token_ids, np.int32), vocab_size)
+    validation.check_token_ids("stopping.stop_token_ids", np.array(stopping.stop_token_ids, np.int32), info.vocab_size)
     validation.check_number("priority", spec.priority, -100, 100)
     validation.check_cache_salt("cache.cache_salt", spec.cache.cache_salt)
+    max_draft_tokens = _read_max_draft_tokens(spec.speculation, info)
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
@@ -118,6 +121,8 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         priority=spec.priority,
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         cache_salt=spec.cache.cache_salt,
+        drafter=info.drafter if max_draft_tokens else "",
+        max_draft_tokens=max_draft_tokens,
     )
 
 
@@ -188,6 +193,20 @@ def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> 
     if not (0 <= duration.nanos < 1_000_000_000 and (duration.seconds, duration.nanos) > (0, 0)):
         raise InvalidField(path, "must be a valid duration above 0")
     return min(duration.seconds * 1_000_000_000 + duration.nanos, limit_ns)
+
+
+def _read_max_draft_tokens(speculation: speculation_pb2.SpeculationConfig, info: EngineInfo) -> int:
+    """Drafts that a step may check: what the caller allows, within the server's own bound."""
+    if speculation.HasField("drafter") and (not info.drafter or speculation.drafter != info.drafter):
+        allowed = f"must be {info.drafter!r}" if info.drafter else "must be unset: this server does not speculate"
+        raise InvalidField("speculation.drafter", f"{allowed}, got {speculation.drafter[:80]!r}")
+    if not speculation.HasField("draft_token_count"):
+        return 0 if speculation.disabled else info.max_draft_tokens
+    count = speculation.draft_token_count
+    validation.check_number("speculation.draft_token_count", count, 0, MAX_DRAFT_TOKENS)
+    if speculation.disabled and count:
+        raise InvalidField("speculation.draft_token_count", "must be 0 or unset when speculation is disabled")
+    return min(count, info.max_draft_tokens)
 
 
 def _read_timing_level(level: int) -> TimingLevel:

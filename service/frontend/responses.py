@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from foreword.scheduler.errors import ForewordError
 from foreword.scheduler.request import SamplingParams
-from foreword.scheduler.step import FinishReason, SchedulerLoad
+from foreword.scheduler.step import DraftState, FinishReason, SchedulerLoad
 from foreword.service import status
 from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend.generation import Delta, Finish, Generation
@@ -41,6 +41,16 @@ _FINISH_REASONS = {
     FinishReason.CONTEXT_LIMIT: stopping_pb2.FINISH_REASON_CONTEXT_LIMIT,
     FinishReason.DEADLINE: stopping_pb2.FINISH_REASON_TIME_LIMIT,
     FinishReason.CANCELLED: stopping_pb2.FINISH_REASON_CANCELLED,
+}
+
+_DRAFT_STATE_DETAILS = {
+    DraftState.ACTIVE: "",
+    DraftState.NO_DRAFTER: "the engine has no drafter yet",
+    DraftState.DISABLED: "the server runs with speculation off",
+    DraftState.DRAFTER_FAILED: "the drafter failed; the server's log has the details",
+    DraftState.NO_GAIN: "nothing to propose, or checking it would take longer than it is expected to save",
+    DraftState.CACHE_PRESSURE: "the KV cache is nearly full",
+    DraftState.PREFILL_PRESSURE: "prompts wait for the time that drafts would take",
 }
 
 
@@ -87,7 +97,10 @@ class GenerationConverter:
                 bypass_prefix_cache=settings.bypass_prefix_cache, cache_salt=settings.cache_salt
             ),
             speculation=speculation_pb2.SpeculationConfig(
-                disabled=True, acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH
+                disabled=not settings.max_draft_tokens,
+                draft_token_count=settings.max_draft_tokens,
+                drafter=settings.drafter or None,
+                acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
             ),
             priority=settings.priority,
             prompt_token_count=self._generation.counts.num_prompt,
@@ -238,7 +251,7 @@ def engine_message(info: EngineInfo, model: str) -> engine_pb2.EngineInfo:
 
 
 def model_message(
-    model: ServedModel, info: EngineInfo | None, state: model_pb2.ModelState.ValueType
+    model: ServedModel, info: EngineInfo | None, draft_state: DraftState, state: model_pb2.ModelState.ValueType
 ) -> model_pb2.Model:
     """A served model as a message; what only the engine knows is left out while there is none."""
     message = model_pb2.Model(
@@ -250,9 +263,7 @@ def model_message(
         has_chat_template=model.has_chat_template,
         default_sampling=_sampling(DEFAULT_SAMPLING, with_seed=False),
         supported_fields=FieldMask(paths=sorted(SUPPORTED_FIELDS)),
-        speculation=speculation_pb2.SpeculationStatus(
-            off_reason=speculation_pb2.SPECULATION_OFF_REASON_NO_DRAFTER, detail="this server has no drafter"
-        ),
+        speculation=_speculation_status(info, draft_state),
     )
     if info is not None:
         message.dtype = info.dtype
@@ -260,6 +271,17 @@ def model_message(
         message.vocabulary_size = info.vocab_size
         message.max_context_token_count = info.max_model_len
     return message
+
+
+def _speculation_status(info: EngineInfo | None, draft_state: DraftState) -> speculation_pb2.SpeculationStatus:
+    drafter = "" if info is None else info.drafter
+    return speculation_pb2.SpeculationStatus(
+        active=draft_state is DraftState.ACTIVE,
+        drafter="" if draft_state is DraftState.DRAFTER_FAILED else drafter,
+        available_drafters=[drafter] if drafter else [],
+        off_reason=speculation_pb2.SpeculationOffReason.ValueType(draft_state.value),
+        detail=_DRAFT_STATE_DETAILS[draft_state],
+    )
 
 
 def refusal(command_index: int, error: ForewordError) -> generation_pb2.GenerationEvent:

@@ -53,6 +53,8 @@ class GenerationSettings:
         priority: a higher one is served first.
         bypass_prefix_cache: neither read nor feed the prefix cache.
         cache_salt: share cached prefixes only with generations of the same salt.
+        drafter: in use; empty for none.
+        max_draft_tokens: drafts that a step may check; 0 for none.
     """
 
     request_id: str
@@ -72,3 +74,5 @@ class GenerationSettings:
     priority: int
     bypass_prefix_cache: bool
     cache_salt: str
+    drafter: str
+    max_draft_tokens: int

@@ -11,7 +11,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.reference import ReferenceScheduler
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import StepPlan, StepResult, StepUpdate
+from foreword.scheduler.step import Drafts, StepPlan, StepResult, StepUpdate
 
 AnyScheduler = Scheduler | ReferenceScheduler
 
@@ -39,9 +39,16 @@ def build_request(key: int, num_prompt: int, max_output: int = 4, **fields: obje
 
 
 def build_result(
-    plan: StepPlan, tokens: Mapping[int, list[int]] | None = None, failed: tuple[int, ...] = (), default: int = 7
+    plan: StepPlan,
+    tokens: Mapping[int, list[int]] | None = None,
+    failed: tuple[int, ...] = (),
+    default: int = 7,
+    drafts: Mapping[int, list[int]] | None = None,
 ) -> StepResult:
-    """Answer a plan: the tokens of some sequences (by index in the plan), a default one for all others that owe one."""
+    """Answer a plan: the tokens of some sequences (by index in the plan), a default one for all others that owe one.
+
+    `drafts` proposes tokens for the next step, by index in the plan as well.
+    """
     owes = np.diff(plan.logits_offsets) > 0
     rows = [
         [] if b in failed else (tokens or {}).get(b, [default] if owes[b] else []) for b in range(plan.num_sequences)
@@ -53,7 +60,14 @@ def build_result(
         token_ids=token_ids,
         logprobs=-token_ids.astype(np.float32),
         failed=np.isin(np.arange(plan.num_sequences), failed),
+        drafts=None if drafts is None else build_drafts([drafts.get(b, []) for b in range(plan.num_sequences)]),
     )
+
+
+def build_drafts(rows: list[list[int]]) -> Drafts:
+    """Drafts of each sequence of a plan."""
+    offsets = np.cumsum([0] + [len(row) for row in rows]).astype(np.int32)
+    return Drafts(offsets, np.array([token for row in rows for token in row], np.int32))
 
 
 def run_step(scheduler: AnyScheduler, now_ns: int = 1, **answer: object) -> tuple[StepPlan, StepUpdate]:

@@ -11,23 +11,35 @@ EOS, STOP, OTHER = 2, 3, 9
 
 
 def verify(
-    new_scheduler: Callable, new_request: Callable, step: Callable, run: list[int], num_drafts: int, **request: object
+    new_scheduler: Callable,
+    new_request: Callable,
+    step: Callable,
+    result_of: Callable,
+    run: list[int],
+    num_drafts: int,
+    **request: object,
 ) -> StepUpdate:
     """The update of a verification that follows a prompt of three and one drawn token."""
     scheduler = new_scheduler(num_blocks=16, block_size=4, max_model_len=40)
     scheduler.add(new_request(0, 3, eos_token_ids=(EOS, 1), stop_token_ids=(STOP, EOS), **request), 0)
-    step(scheduler)
-    kept = scheduler.set_drafts(0, [OTHER] * num_drafts)
-    return step(scheduler, tokens={0: run[: kept + 1]})[1]
+    step(scheduler, drafts={0: [OTHER] * num_drafts})
+    plan = scheduler.schedule(1)
+    return scheduler.apply(result_of(plan, tokens={0: run[: len(plan.logits_indices)]}))
 
 
 @pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize(("token", "reason"), [(EOS, FinishReason.EOS), (STOP, FinishReason.STOP_TOKEN)])
 def test_the_first_end_token_of_a_run_cuts_it(
-    new_scheduler: Callable, new_request: Callable, step: Callable, position: int, token: int, reason: FinishReason
+    new_scheduler: Callable,
+    new_request: Callable,
+    step: Callable,
+    result_of: Callable,
+    position: int,
+    token: int,
+    reason: FinishReason,
 ) -> None:
     run = [OTHER] * position + [token] + [STOP if token == EOS else EOS] * (4 - position)
-    update = verify(new_scheduler, new_request, step, run, 4, max_output=20)
+    update = verify(new_scheduler, new_request, step, result_of, run, 4, max_output=20)
     record = update.sequences[0]
     assert update.token_ids.tolist() == run[: position + 1]
     assert update.logprobs.tolist() == [-float(i) for i in run[: position + 1]]
@@ -40,9 +52,14 @@ def test_the_first_end_token_of_a_run_cuts_it(
 @pytest.mark.parametrize("max_output", range(2, 8))
 @pytest.mark.parametrize("num_drafts", range(6))
 def test_the_length_limit_cuts_a_run(
-    new_scheduler: Callable, new_request: Callable, step: Callable, max_output: int, num_drafts: int
+    new_scheduler: Callable,
+    new_request: Callable,
+    step: Callable,
+    result_of: Callable,
+    max_output: int,
+    num_drafts: int,
 ) -> None:
-    update = verify(new_scheduler, new_request, step, [OTHER] * 6, num_drafts, max_output=max_output)
+    update = verify(new_scheduler, new_request, step, result_of, [OTHER] * 6, num_drafts, max_output=max_output)
     num_kept = min(num_drafts + 1, max_output - 1)
     assert len(update.token_ids) == num_kept
     reason = FinishReason.LENGTH if num_kept == max_output - 1 else FinishReason.NONE
@@ -51,9 +68,11 @@ def test_the_length_limit_cuts_a_run(
 
 @pytest.mark.parametrize("min_output", range(7))
 def test_end_tokens_before_the_minimum_are_ordinary(
-    new_scheduler: Callable, new_request: Callable, step: Callable, min_output: int
+    new_scheduler: Callable, new_request: Callable, step: Callable, result_of: Callable, min_output: int
 ) -> None:
-    update = verify(new_scheduler, new_request, step, [EOS] * 5, 4, max_output=20, min_output_tokens=min_output)
+    update = verify(
+        new_scheduler, new_request, step, result_of, [EOS] * 5, 4, max_output=20, min_output_tokens=min_output
+    )
     # One token is there. The next may end it once `min_output` tokens are there before it.
     num_kept = max(1, min_output)
     assert len(update.token_ids) == min(5, num_kept)
@@ -61,9 +80,9 @@ def test_end_tokens_before_the_minimum_are_ordinary(
 
 
 def test_an_end_token_at_the_limit_is_an_end_token(
-    new_scheduler: Callable, new_request: Callable, step: Callable
+    new_scheduler: Callable, new_request: Callable, step: Callable, result_of: Callable
 ) -> None:
-    update = verify(new_scheduler, new_request, step, [OTHER, EOS], 1, max_output=3)
+    update = verify(new_scheduler, new_request, step, result_of, [OTHER, EOS], 1, max_output=3)
     assert update.sequences["finish_reason"][0] == FinishReason.EOS
 
 
@@ -79,8 +98,7 @@ def test_the_context_is_full(new_scheduler: Callable, new_request: Callable, ste
 def test_rejected_drafts_are_computed_again(new_scheduler: Callable, new_request: Callable, step: Callable) -> None:
     scheduler = new_scheduler(num_blocks=16, block_size=4, max_model_len=40)
     scheduler.add(new_request(0, 3, 20), 0)
-    step(scheduler)
-    scheduler.set_drafts(0, [20, 21, 22])
+    step(scheduler, drafts={0: [20, 21, 22]})
     plan, update = step(scheduler, tokens={0: [20, 30]})
     assert plan.token_ids.tolist() == [7, 20, 21, 22]
     assert update.sequences["num_accepted"][0] == 1

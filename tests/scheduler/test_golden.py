@@ -5,9 +5,9 @@ A line is a call, the indented lines below it are what it gave. `--update-golden
     config num_blocks=4 block_size=4      SchedulerConfig; once, first
     add a prompt=10 max=4 [min= eos= stop= priority= deadline= salt= bypass=1]
     cancel a | pause a | resume a
-    drafts a=5,6                          tokens for the next step to verify
     step [now=5]                          schedule
-    apply [a=17 b=5,6 c=failed]           the result; a sequence that is not named draws token 1
+    apply [a=17 b=5,6>7,8 c=failed]       the result and, behind >, drafts for the next step to verify; a sequence
+                                          that is not named draws token 1
     load
 
 Prompts are 100, 101, 102 and so on. Requests share cached blocks only where they are given the same salt: it is a
@@ -25,7 +25,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ForewordError
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import FinishReason, StepKind, StepPlan, StepResult, StepUpdate
+from foreword.scheduler.step import Drafts, FinishReason, StepKind, StepPlan, StepResult, StepUpdate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "scheduler"
 
@@ -79,11 +79,6 @@ class Script:
     def resume(self, name: str) -> list[str]:
         return [] if self.scheduler.resume(self.names.index(name)) else ["not active"]
 
-    def drafts(self, **tokens: str) -> list[str]:
-        for name, ids in tokens.items():
-            kept = self.scheduler.set_drafts(self.names.index(name), [int(i) for i in ids.split(",")])
-        return [f"{kept} kept"]
-
     def step(self, now: str = "0") -> list[str]:
         self.now_ns = max(self.now_ns, int(now))
         self.plan = self.scheduler.schedule(self.now_ns)
@@ -107,11 +102,10 @@ class Script:
         named = [self.rows[row] for row in self.plan.rows.tolist()]
         assert set(tokens) <= set(named)
         owed = np.diff(self.plan.logits_offsets) > 0
+        drafts = [ints(tokens.get(name, "").partition(">")[2]) for name in named]
+        tokens = {name: ids.partition(">")[0] for name, ids in tokens.items()}
         failed = [tokens.get(name) == "failed" for name in named]
-        drawn = [
-            [int(i) for i in tokens.get(name, "1").split(",")] if owed[b] and not failed[b] else []
-            for b, name in enumerate(named)
-        ]
+        drawn = [ints(tokens.get(name, "1")) if owed[b] and not failed[b] else [] for b, name in enumerate(named)]
         token_ids = np.array([token for ids in drawn for token in ids], np.int32)
         result = StepResult(
             step_id=self.plan.step_id,
@@ -119,6 +113,10 @@ class Script:
             token_ids=token_ids,
             logprobs=np.zeros(len(token_ids), np.float32),
             failed=np.array(failed, np.bool_),
+            drafts=Drafts(
+                np.cumsum([0] + [len(ids) for ids in drafts]).astype(np.int32),
+                np.array([token for ids in drafts for token in ids], np.int32),
+            ),
         )
         update = self.scheduler.apply(result if named else None)
         self.scheduler.check_invariants()
@@ -130,6 +128,10 @@ class Script:
             f"{load.num_running} running ({load.num_paused} paused), {load.num_waiting} waiting, "
             f"{load.num_free_blocks} of {load.num_blocks} blocks free, {load.num_cached_blocks} cached"
         ]
+
+
+def ints(text: str) -> list[int]:
+    return [int(i) for i in text.split(",") if i]
 
 
 def spans(values: np.ndarray) -> str:

@@ -17,7 +17,7 @@ from foreword.scheduler.errors import DuplicateRequest, ForewordError
 from foreword.scheduler.reference import ReferenceScheduler
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import FinishReason, StepPlan, StepResult, StepUpdate
+from foreword.scheduler.step import Drafts, FinishReason, StepPlan, StepResult, StepUpdate
 
 NUM_TOKEN_IDS = 6
 
@@ -97,17 +97,31 @@ class Twins:
         self.check_state()
 
     def apply(self, random: Random, num_token_ids: int = NUM_TOKEN_IDS) -> None:
-        """Answer the plan with random tokens and, rarely, failures. Ids from NUM_TOKEN_IDS on never end a sequence."""
+        """Answer the plan with random tokens, drafts and, rarely, failures.
+
+        Ids from NUM_TOKEN_IDS on never end a sequence.
+        """
         assert self.plan is not None
-        rows, failed = [], []
+        rows, failed, drafts = [], [], []
         for num_logits in np.diff(self.plan.logits_offsets).tolist():
             failed.append(random.random() < 0.02)
             num_tokens = 0 if failed[-1] or not num_logits else random.randint(1, num_logits)
             rows.append([random.randrange(num_token_ids) for _ in range(num_tokens)])
+            num_drafts = random.choice([0, 0, random.randint(1, 5)]) if num_tokens else 0
+            drafts.append([random.randrange(NUM_TOKEN_IDS) for _ in range(num_drafts)])
         token_ids = np.array([token for row in rows for token in row], np.int32)
         offsets = np.cumsum([0] + [len(row) for row in rows]).astype(np.int32)
         logprobs = token_ids.astype(np.float32) / 7
-        result = StepResult(self.plan.step_id, offsets, token_ids, logprobs, np.array(failed, np.bool_))
+        draft_offsets = np.cumsum([0] + [len(row) for row in drafts]).astype(np.int32)
+        draft_token_ids = np.array([token for row in drafts for token in row], np.int32)
+        result = StepResult(
+            self.plan.step_id,
+            offsets,
+            token_ids,
+            logprobs,
+            np.array(failed, np.bool_),
+            drafts=Drafts(draft_offsets, draft_token_ids) if random.random() < 0.9 else None,
+        )
         update = self.real.apply(result)
         assert_equal(update, self.reference.apply(result))
         self.plan = None
@@ -203,11 +217,6 @@ class BothSchedulers(RuleBasedStateMachine):
         request = Request(key, np.zeros(1, np.int32), StoppingParams(1))
         assert self.twins.call("add", request, self.twins.now_ns) is DuplicateRequest
 
-    @precondition(lambda self: self.twins.plan is None and self.twins.keys)
-    @rule(data=st.data(), drafts=st.lists(st.integers(0, NUM_TOKEN_IDS - 1), max_size=4))
-    def set_drafts(self, data: st.DataObject, drafts: list[int]) -> None:
-        self.twins.call("set_drafts", data.draw(st.sampled_from(self.twins.keys)), drafts)
-
     @precondition(lambda self: self.twins.plan is None)
     @rule(passed=st.integers(-2, 3))
     def schedule(self, passed: int) -> None:
@@ -270,8 +279,6 @@ def test_long_random_walks_agree(seed: int) -> None:
         for key in list(twins.keys):
             if random.random() < pause_rate:
                 twins.call(random.choice(["pause", "resume"]), key)
-            if twins.plan is None and random.random() < 0.3:
-                twins.call("set_drafts", key, [random.randrange(NUM_TOKEN_IDS) for _ in range(random.randint(0, 4))])
             if random.random() < 0.01:
                 twins.call("cancel", key)
         if twins.plan is None:

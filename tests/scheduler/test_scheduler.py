@@ -121,7 +121,6 @@ def test_unknown_keys_are_not_active(new_scheduler: New) -> None:
         assert not scheduler.cancel(key)
         assert not scheduler.pause(key)
         assert not scheduler.resume(key)
-        assert scheduler.set_drafts(key, [1]) == 0
 
 
 def test_the_queue_is_bounded_also_by_requests_that_ended_unreported(
@@ -251,9 +250,7 @@ def test_drafts_never_exceed_what_a_sequence_may_still_produce(
 ) -> None:
     scheduler = new_scheduler(num_blocks=8, block_size=4)
     scheduler.add(new_request(0, 2, 4), 0)
-    assert scheduler.set_drafts(0, [1, 2]) == 0  # it waits
-    step(scheduler)
-    assert scheduler.set_drafts(0, [1, 2, 3, 4, 5]) == 2
+    step(scheduler, drafts={0: [1, 2, 3, 4, 5]})
     plan, update = step(scheduler, tokens={0: [1, 2, 3]})
     assert plan.num_tokens == 3
     assert update.sequences["num_accepted"][0] == 2
@@ -267,24 +264,45 @@ def test_drafts_give_way_to_the_budget_and_to_other_sequences(
     scheduler = new_scheduler(num_blocks=4, block_size=2, max_num_sequences=3, max_num_batched_tokens=5)
     scheduler.add(new_request(0, 1, 6), 0)
     scheduler.add(new_request(1, 1, 6), 0)
-    step(scheduler)
-    assert scheduler.set_drafts(0, [1, 2, 3, 4]) == 4
-    assert scheduler.set_drafts(1, [1, 2, 3, 4]) == 4
-    plan, _ = step(scheduler)  # each holds a block of two, two are free: one of them may be needed by the other
+    step(scheduler, drafts={0: [1, 2, 3, 4], 1: [1, 2, 3, 4]})
+    # Each holds a block of two, two are free: one of them may be needed by the other.
+    plan, _ = step(scheduler, drafts={0: [1, 2, 3, 4]})
     assert np.diff(plan.query_offsets).tolist() == [1, 1]
     assert scheduler.load().num_free_blocks == 2
-    assert scheduler.set_drafts(0, [1, 2, 3, 4]) == 3
     scheduler.cancel(1)
     plan, _ = step(scheduler)  # alone: its token takes one block, one more holds drafts besides the slot behind it
     assert np.diff(plan.query_offsets).tolist() == [4]
 
 
-def test_drafts_are_set_between_steps(new_scheduler: New, new_request: Make) -> None:
-    scheduler = new_scheduler(num_blocks=4)
-    scheduler.add(new_request(0, 1), 0)
-    scheduler.schedule(0)
-    with pytest.raises(RuntimeError):
-        scheduler.set_drafts(0, [1])
+def test_a_pause_drops_the_drafts(new_scheduler: New, new_request: Make, result_of: Make, step: Make) -> None:
+    scheduler = new_scheduler(num_blocks=8, block_size=4)
+    scheduler.add(new_request(0, 1, 20), 0)
+    step(scheduler, drafts={0: [1, 2]})
+    scheduler.pause(0)
+    scheduler.resume(0)
+    plan = scheduler.schedule(1)
+    assert plan.num_tokens == 1
+    scheduler.pause(0)
+    scheduler.apply(result_of(plan, drafts={0: [1, 2]}))
+    scheduler.resume(0)
+    assert step(scheduler, drafts={0: [1, 2]})[0].num_tokens == 1
+    plan = scheduler.schedule(1)
+    assert plan.num_tokens == 3
+    scheduler.pause(0)  # the drafts under way are checked all the same
+    assert scheduler.apply(result_of(plan, tokens={0: [1, 2, 3]})).sequences["num_accepted"].tolist() == [2]
+
+
+def test_a_preemption_drops_the_drafts(new_scheduler: New, new_request: Make, step: Make) -> None:
+    scheduler = new_scheduler(num_blocks=4, block_size=2, max_num_sequences=2, max_num_batched_tokens=8)
+    scheduler.add(new_request(0, 2, 5), 0)
+    scheduler.add(new_request(1, 2, 5), 0)
+    step(scheduler, drafts={0: [1], 1: [1]})
+    records = []
+    while scheduler.has_work:
+        _, update = step(scheduler, drafts={0: [1]})
+        records += list(update.sequences[update.sequences["request_key"] == 1].copy())
+    resumed = next(record for record in records if record["num_preemptions"])
+    assert (resumed["step_kind"], resumed["num_drafted"], resumed["num_tokens"]) == (StepKind.PREFILL, 0, 1)
 
 
 def test_steps_alternate(new_scheduler: New, new_request: Make, result_of: Make) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import StepResult
+from foreword.scheduler.step import Drafts, StepResult
 
 
 def i32(*values: int) -> np.ndarray:
@@ -21,13 +21,12 @@ def opened(new_request: Callable, result_of: Callable) -> tuple[Scheduler, StepR
     config = SchedulerConfig(num_blocks=16, block_size=4, max_num_sequences=3, max_num_batched_tokens=6)
     scheduler = Scheduler(config)
     scheduler.add(new_request(0, 3, 10), 0)
-    scheduler.apply(result_of(scheduler.schedule(1)))
-    assert scheduler.set_drafts(0, [5]) == 1
+    scheduler.apply(result_of(scheduler.schedule(1), drafts={0: [5]}))
     scheduler.add(new_request(1, 2, 10), 0)
     scheduler.add(new_request(2, 9, 10), 0)
     plan = scheduler.schedule(1)
     assert plan.logits_offsets.tolist() == [0, 2, 3, 3]
-    return scheduler, result_of(plan, tokens={0: [5, 6]})
+    return scheduler, result_of(plan, tokens={0: [5, 6]}, drafts={0: [8, 9], 1: [4]})
 
 
 @pytest.mark.parametrize(
@@ -53,6 +52,14 @@ def opened(new_request: Callable, result_of: Callable) -> tuple[Scheduler, StepR
         ({"failed": np.zeros(2, np.bool_)}, "result.failed must have 3 entries, got 2"),
         ({"failed": np.array([True, False, False])}, "sequence 0 of the plan may have no token, got 2"),
         ({"failed": np.zeros(3, np.int8)}, "result.failed must be .* bool"),
+        ({"drafts": Drafts(i32(0, 2, 3), i32(8, 9, 4))}, "result.drafts.offsets must have 4 entries, got 3"),
+        ({"drafts": Drafts(np.array([0, 2, 3, 3]), i32(8, 9, 4))}, "result.drafts.offsets must be .* int32"),
+        ({"drafts": Drafts(i32(1, 2, 3, 3), i32(8, 9, 4))}, "result.drafts.offsets must go from 0 to 3"),
+        ({"drafts": Drafts(i32(0, 2, 3, 4), i32(8, 9, 4))}, "result.drafts.offsets must go from 0 to 3"),
+        ({"drafts": Drafts(i32(0, 4, 3, 3), i32(8, 9, 4))}, "result.drafts.offsets must not fall, .* sequence 1"),
+        ({"drafts": Drafts(i32(0, 2, 2, 3), i32(8, 9, 4))}, "result.drafts: sequence 2 of the plan has no token"),
+        ({"drafts": Drafts(i32(0, 2, 3, 3), i32(8, -1, 4))}, r"result.drafts.token_ids\[1\] must not be negative"),
+        ({"drafts": Drafts(i32(0, 2, 3, 3), np.zeros(3))}, "result.drafts.token_ids must be .* int32"),
     ],
 )
 def test_a_wrong_result_changes_nothing(opened: tuple[Scheduler, StepResult], change: dict, message: str) -> None:
@@ -63,6 +70,9 @@ def test_a_wrong_result_changes_nothing(opened: tuple[Scheduler, StepResult], ch
     update = scheduler.apply(result)
     assert update.token_ids.tolist() == [5, 6, 7]
     assert update.logprobs.tolist() == [-5.0, -6.0, -7.0]
+    plan = scheduler.schedule(1)
+    assert np.diff(plan.logits_offsets).tolist() == [3, 2, 0][: plan.num_sequences]
+    assert plan.token_ids.tolist()[:5] == [6, 8, 9, 7, 4]
 
 
 def test_a_plan_with_sequences_needs_a_result(opened: tuple[Scheduler, StepResult]) -> None:

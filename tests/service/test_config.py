@@ -40,6 +40,8 @@ def test_every_setting_can_be_given_in_every_source(tmp_path: Path) -> None:
         "device": "cpu",
         "dtype": "float32",
         "log_level": "debug",
+        "speculation": "ngram",
+        "max_draft_tokens": "16",
         "log_format": "console",
         "max_num_batched_tokens": "100",
         "block_size": "64",

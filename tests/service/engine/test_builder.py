@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,8 @@ def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.Monke
         ({"max_num_waiting": -1}, ConfigError, "max_num_waiting"),
         ({"max_num_sequences": -1}, ConfigError, "max_num_sequences"),
         ({"max_model_len": 1 << 20}, ConfigError, "max_model_len"),
+        ({"speculation": "oracle"}, ConfigError, "speculation"),
+        ({"max_draft_tokens": 0}, ConfigError, "max_draft_tokens"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(settings: dict[str, str], error: type[Exception], message: str) -> None:
@@ -104,6 +107,9 @@ def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
     assert progress[-1][1] == progress[-1][2] > 100
     assert engine.info.vocab_size == 49152
     assert engine.info.max_model_len == 8192
+    assert (engine.info.drafter, engine.info.max_draft_tokens) == ("ngram", 6)
+    off = dataclasses.replace(config, speculation="off")
+    assert build_engine(off, ignore).info.drafter == ""
 
     def request(key: int, seed: int) -> Request:
         prompt = np.arange(1000, 1010 + seed, dtype=np.int32)

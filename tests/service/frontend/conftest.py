@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
 from foreword.scheduler.errors import EngineUnavailable, ForewordError
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason, SchedulerLoad, StepKind
+from foreword.scheduler.step import SEQUENCE_UPDATE, DraftState, FinishReason, SchedulerLoad, StepKind
 from foreword.service.config import ServerConfig
 from foreword.service.engine.messages import EngineInfo, GenerationSink, StepHeader
 from foreword.service.frontend.model import ServedModel
@@ -74,6 +74,7 @@ class FakeEngine:
         self.info: EngineInfo | None = INFO
         self.ready = True
         self.load = LOAD
+        self.draft_state = DraftState.DISABLED
         self.refusal: ForewordError | None = None
         self.gate = asyncio.Event()
         self.gate.set()

@@ -241,7 +241,14 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"constraint": {"regex": "a*"}}, "constraint"),
     ({"constraint": {}}, "constraint"),
     ({"cache": {"cache_salt": "é" * 64 + "x"}}, "cache.cache_salt"),
-    ({"speculation": {"draft_token_count": 4}}, "speculation.draft_token_count"),
+    ({"speculation": {"draft_token_count": 17}}, "speculation.draft_token_count"),
+    ({"speculation": {"draft_token_count": -1}}, "speculation.draft_token_count"),
+    ({"speculation": {"draft_token_count": 2**31 - 1}}, "speculation.draft_token_count"),
+    ({"speculation": {"draft_token_count": 1, "disabled": True}}, "speculation.draft_token_count"),
+    ({"speculation": {"drafter": "oracle"}}, "speculation.drafter"),
+    ({"speculation": {"drafter": "ngram"}}, "speculation.drafter"),
+    ({"speculation": {"drafter": ""}}, "speculation.drafter"),
+    ({"speculation": {"acceptance": 2}}, "speculation.acceptance"),
     ({"speculation": {"acceptance": 77}}, "speculation.acceptance"),
 ]
 

@@ -1,0 +1,1 @@
+"""Proposals of tokens that the model then checks several at a time."""

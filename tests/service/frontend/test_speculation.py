@@ -1,0 +1,81 @@
+"""What callers may say about speculation, and what they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from foreword.scheduler.step import DraftState, FinishReason
+from foreword.v1 import generation_service_pb2, model_service_pb2, speculation_pb2
+from foreword.v1.model_service_pb2_grpc import ModelServiceStub
+
+Harness = Any
+
+
+@pytest.fixture
+def speculating(harness: Harness) -> Harness:
+    """A server whose engine drafts."""
+    harness.engine.info = dataclasses.replace(harness.engine.info, drafter="ngram", max_draft_tokens=6)
+    harness.engine.draft_state = DraftState.NO_GAIN
+    return harness
+
+
+async def started(harness: Harness, **speculation: object) -> tuple[speculation_pb2.SpeculationConfig, int]:
+    """The echo, and the bound that reached the engine."""
+    request = generation_service_pb2.GenerateTextRequest(spec={"prompt": "a", "speculation": speculation})
+    call = harness.generation.GenerateText(request)
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: "b"}, FinishReason.LENGTH)
+    return (await call).started.speculation, sequence.request.max_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("speculation", "bound"),
+    [
+        ({}, 6),
+        ({"draft_token_count": 4}, 4),
+        ({"draft_token_count": 16}, 6),
+        ({"draft_token_count": 0}, 0),
+        ({"disabled": True}, 0),
+        ({"disabled": True, "draft_token_count": 0}, 0),
+        ({"drafter": "ngram", "acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH}, 6),
+    ],
+)
+async def test_the_bound_in_effect_is_echoed(speculating: Harness, speculation: dict[str, object], bound: int) -> None:
+    echo, in_engine = await started(speculating, **speculation)
+    assert in_engine == bound
+    assert echo == speculation_pb2.SpeculationConfig(
+        disabled=bound == 0,
+        draft_token_count=bound,
+        drafter="ngram" if bound else None,
+        acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
+    )
+    again = {field.name: value for field, value in echo.ListFields()}
+    assert await started(speculating, **again) == (echo, bound)
+
+
+async def test_a_server_that_does_not_speculate_says_so(harness: Harness) -> None:
+    echo, in_engine = await started(harness, draft_token_count=4)
+    assert (echo.disabled, echo.draft_token_count, echo.drafter, in_engine) == (True, 0, "", 0)
+    status = await status_of(harness)
+    assert (status.active, status.drafter, list(status.available_drafters)) == (False, "", [])
+    assert status.off_reason == speculation_pb2.SPECULATION_OFF_REASON_DISABLED
+    assert status.detail
+
+
+@pytest.mark.parametrize("state", DraftState)
+async def test_the_model_tells_its_state(speculating: Harness, state: DraftState) -> None:
+    speculating.engine.draft_state = state
+    status = await status_of(speculating)
+    name = "UNSPECIFIED" if state is DraftState.ACTIVE else state.name
+    assert speculation_pb2.SpeculationOffReason.Name(status.off_reason) == f"SPECULATION_OFF_REASON_{name}"
+    assert status.active == (state is DraftState.ACTIVE)
+    assert bool(status.detail) == (state is not DraftState.ACTIVE)
+    assert list(status.available_drafters) == ["ngram"]
+
+
+async def status_of(harness: Harness) -> speculation_pb2.SpeculationStatus:
+    response = await ModelServiceStub(harness.channel).GetModel(model_service_pb2.GetModelRequest())
+    return response.model.speculation
