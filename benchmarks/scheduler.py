@@ -22,7 +22,7 @@ import numpy as np
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import StepPlan, StepResult
+from foreword.scheduler.step import Drafts, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 NUM_DRAFTS = 3
@@ -54,8 +54,8 @@ def new_request(
     return Request(key, prompt, StoppingParams(max_output), bypass_prefix_cache=bypass)
 
 
-def result_of(plan: StepPlan) -> StepResult:
-    """Every draft is accepted, and one token more."""
+def result_of(plan: StepPlan, drafts: Drafts | None) -> StepResult:
+    """Every draft is accepted, and one token more; `drafts` are for the next step."""
     num_tokens = int(plan.logits_offsets[-1])
     return StepResult(
         plan.step_id,
@@ -63,15 +63,16 @@ def result_of(plan: StepPlan) -> StepResult:
         np.full(num_tokens, 7, np.int32),
         np.zeros(num_tokens, np.float32),
         np.zeros(plan.num_sequences, np.bool_),
+        drafts=drafts,
     )
 
 
-def step(scheduler: Scheduler) -> int:
+def step(scheduler: Scheduler, drafts: Drafts | None = None) -> int:
     """One step; nanoseconds in the scheduler."""
     start = time.perf_counter_ns()
     plan = scheduler.schedule(1)
     middle = time.perf_counter_ns()
-    result = result_of(plan) if plan.num_sequences else None
+    result = result_of(plan, drafts) if plan.num_sequences else None
     end = time.perf_counter_ns()
     scheduler.apply(result)
     return middle - start + time.perf_counter_ns() - end
@@ -105,12 +106,12 @@ def verify_ns(num_rows: int, num_rounds: int) -> float:
     """Mean of a round of steps in which every sequence fills one block."""
     per_round = BLOCK_SIZE // (NUM_DRAFTS + 1)
     scheduler = decoding(num_rows, (num_rounds + 2) * BLOCK_SIZE)
-    drafts = np.full(NUM_DRAFTS, 7, np.int32)
+    drafts = Drafts(
+        np.arange(0, NUM_DRAFTS * num_rows + 1, NUM_DRAFTS, np.int32), np.full(NUM_DRAFTS * num_rows, 7, np.int32)
+    )
 
     def verification() -> int:
-        for key in range(num_rows):
-            assert scheduler.set_drafts(key, drafts) == NUM_DRAFTS
-        return step(scheduler)
+        return step(scheduler, drafts)
 
     return median(sum(verification() for _ in range(per_round)) / per_round for _ in range(num_rounds))
 

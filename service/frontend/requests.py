@@ -84,7 +84,6 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         InvalidField: a field cannot be used.
         ContextLengthExceeded: more token ids than the context holds.
     """
-    vocab_size = info.vocab_size
     validation.check_count("chat.messages", len(spec.chat.messages), validation.MAX_MESSAGES)
     validation.check_supported(spec, SUPPORTED_FIELDS, NEUTRAL_VALUES)
     if spec.HasField("request_id"):

@@ -116,8 +116,7 @@ def test_who_bypasses_neither_reads_nor_feeds(new_server: NewServer) -> None:
 def test_rejected_drafts_are_never_cached(new_server: NewServer) -> None:
     server = new_server()
     key = server.add([1, 2], max_output=8)
-    server.step(server.scheduler)
-    server.scheduler.set_drafts(key, [20, 21, 22, 23, 24])
+    server.step(server.scheduler, drafts={0: [20, 21, 22, 23, 24]})
     server.step(server.scheduler, tokens={0: [20, 30]})  # computed 1 2 7 20 and, in vain, 21 22 23 24
     assert server.num_cached_blocks() == 1
     for _ in range(4):

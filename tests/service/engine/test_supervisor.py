@@ -262,9 +262,10 @@ async def test_an_idle_engine_uses_no_processor_time(launch: Launch) -> None:
     sink = await generate(supervisor)
     await until(lambda: sink.ended)
     assert supervisor.pid is not None
+    await asyncio.sleep(0.5)  # what the first generation left to do
     before = processor_ticks(supervisor.pid)
     await asyncio.sleep(0.5)
-    assert processor_ticks(supervisor.pid) - before <= 4, "busy waiting would take up to 50"
+    assert processor_ticks(supervisor.pid) - before <= 1, "busy waiting would take up to 50"
 
 
 ORPHAN = """
