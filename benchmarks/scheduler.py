@@ -54,7 +54,7 @@ def new_request(
     return Request(key, prompt, StoppingParams(max_output), bypass_prefix_cache=bypass)
 
 
-def result_of(plan: StepPlan, drafts: Drafts | None) -> StepResult:
+def result_of(plan: StepPlan, drafts: Drafts | None = None) -> StepResult:
     """Every draft is accepted, and one token more; `drafts` are for the next step."""
     num_tokens = int(plan.logits_offsets[-1])
     return StepResult(

@@ -25,6 +25,7 @@ import grpc
 from server_process import cpu_seconds, descendants, rss_mb, server
 
 from foreword.v1 import (
+    cache_pb2,
     chat_pb2,
     generation_pb2,
     generation_service_pb2,
@@ -64,6 +65,7 @@ async def run_stream(stub: generation_service_pb2_grpc.GenerationServiceStub, to
         chat=chat_pb2.ChatInput(messages=[message]),
         sampling=sampling_pb2.SamplingConfig(temperature=0.0),
         stopping=stopping_pb2.StoppingConfig(max_output_token_count=num_tokens, ignore_eos=True),
+        cache=cache_pb2.CacheConfig(bypass_prefix_cache=True),  # rounds repeat prompts
     )
     sent = time.monotonic()
     first = last = 0.0
