@@ -120,22 +120,24 @@ class ModelRunner:
 def accept_drafts(plan: StepPlan, samples: Samples) -> tuple[BoolArray, BoolArray]:
     """Keep the drawn tokens of each sequence up to and including the first that differs from its draft.
 
+    Logits that cannot be sampled end the run before them, as they would have without drafts.
+
     Returns:
-        accepted `[L]`, the drawn tokens that come out; failed `[B]`, sequences that met logits that cannot be sampled
-        and have no accepted token.
+        accepted `[L]`, the drawn tokens that come out; failed `[B]`, sequences whose first logits cannot be sampled.
     """
     num_logits = len(plan.logits_indices)
     owner = np.repeat(np.arange(plan.num_sequences), np.diff(plan.logits_offsets))
     drafts = plan.token_ids[plan.logits_indices]
     goes_on = np.zeros(num_logits, np.bool_)
-    goes_on[:-1] = (owner[1:] == owner[:-1]) & (samples.token_ids[:-1] == drafts[1:])
+    goes_on[:-1] = (owner[1:] == owner[:-1]) & (samples.token_ids[:-1] == drafts[1:]) & ~samples.failed[:-1]
     # Position i comes out when every position of its sequence before it goes on.
     stops_before: Int32Array = np.cumsum(~goes_on, dtype=np.int32) - ~goes_on
     first = plan.logits_offsets[:-1][owner]
     accepted: BoolArray = stops_before == stops_before[first]
     failed = np.zeros(plan.num_sequences, np.bool_)
-    failed[owner[accepted & samples.failed]] = True
-    return accepted & ~failed[owner], failed
+    has_logits = np.diff(plan.logits_offsets) > 0
+    failed[has_logits] = samples.failed[plan.logits_offsets[:-1][has_logits]]
+    return accepted & ~samples.failed, failed
 
 
 def _token_offsets(plan: StepPlan, accepted: BoolArray) -> Int32Array:

@@ -208,8 +208,18 @@ def test_acceptance(plan_writer: Callable[..., Any]) -> None:
         failed=np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0], np.bool_),
     )
     accepted, failed = accept_drafts(plan, samples)
-    assert accepted.tolist() == [True, True, False, True, True, True, True, True, False, False, False]
-    assert failed.tolist() == [False, False, False, False, True]
+    assert accepted.tolist() == [True, True, False, True, True, True, True, True, True, False, False]
+    assert failed.tolist() == [False, False, False, False, False]
+
+
+def test_a_failure_takes_no_token_before_it(plan_writer: Callable[..., Any]) -> None:
+    """As without drafts: the tokens come out first, and the step that meets the failure again ends the sequence."""
+    plan = plan_writer().plan([(0, [9, 1, 0, 5], 4), (1, [9, 0, 5], 3)])
+    failed_rows = np.array([0, 1, 0, 0, 1, 0, 0], np.bool_)
+    samples = Samples(np.array([1, 0, 5, 7, 0, 5, 6], np.int32), np.zeros(7, np.float32), failed_rows)
+    accepted, failed = accept_drafts(plan, samples)
+    assert accepted.tolist() == [True, False, False, False, False, False, False]
+    assert failed.tolist() == [False, True]
 
 
 def test_a_failure_behind_a_rejected_draft_does_not_matter(plan_writer: Callable[..., Any]) -> None:
