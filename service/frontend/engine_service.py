@@ -17,7 +17,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def GetServerInfo(  # noqa: N802
+    async def GetServerInfo(
         self, request: engine_service_pb2.GetServerInfoRequest, context: Any
     ) -> engine_service_pb2.GetServerInfoResponse:
         """Version, state and capacities."""
@@ -33,7 +33,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             max_receive_message_bytes=frontend.config.max_receive_message_bytes,
         )
 
-    async def GetLoad(  # noqa: N802
+    async def GetLoad(
         self, request: engine_service_pb2.GetLoadRequest, context: Any
     ) -> engine_service_pb2.GetLoadResponse:
         """Gauges at this moment."""

@@ -19,7 +19,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def GenerateText(  # noqa: N802
+    async def GenerateText(
         self, request: generation_service_pb2.GenerateTextRequest, context: Any
     ) -> generation_service_pb2.GenerateTextResponse:
         """Answer once, when the generation has ended."""
@@ -37,7 +37,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             context.set_trailing_metadata(converter.trailers())
             return converter.response()
 
-    async def StreamGenerateText(  # type: ignore[override]  # noqa: N802
+    async def StreamGenerateText(  # type: ignore[override]
         self, request: generation_service_pb2.StreamGenerateTextRequest, context: Any
     ) -> None:
         """Send what has come whenever the client takes more."""
@@ -67,13 +67,13 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
                 raise generation.error
             context.set_trailing_metadata(converter.trailers())
 
-    async def BidiGenerateText(  # type: ignore[override]  # noqa: N802
+    async def BidiGenerateText(  # type: ignore[override]
         self, request_iterator: Any, context: Any
     ) -> None:
         """Run many generations on one stream."""
         await BidiStream(self._frontend, context).run()
 
-    async def CancelGeneration(  # noqa: N802
+    async def CancelGeneration(
         self, request: generation_service_pb2.CancelGenerationRequest, context: Any
     ) -> generation_service_pb2.CancelGenerationResponse:
         """End a generation that any RPC started."""

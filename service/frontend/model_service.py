@@ -16,14 +16,14 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def ListModels(  # noqa: N802
+    async def ListModels(
         self, request: model_service_pb2.ListModelsRequest, context: Any
     ) -> model_service_pb2.ListModelsResponse:
         """All served models."""
         check_supported(request, (), {})
         return model_service_pb2.ListModelsResponse(models=[self._model()])
 
-    async def GetModel(  # noqa: N802
+    async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any
     ) -> model_service_pb2.GetModelResponse:
         """One model."""

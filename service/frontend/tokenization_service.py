@@ -26,7 +26,7 @@ class TokenizationService(tokenization_service_pb2_grpc.TokenizationServiceServi
         self._model = frontend.model
         self._max_answer_bytes = frontend.config.max_send_message_bytes
 
-    async def Tokenize(  # noqa: N802
+    async def Tokenize(
         self, request: tokenization_service_pb2.TokenizeRequest, context: Any
     ) -> tokenization_service_pb2.TokenizeResponse:
         """Split a text into tokens."""
@@ -50,7 +50,7 @@ class TokenizationService(tokenization_service_pb2_grpc.TokenizationServiceServi
         )
         return await asyncio.to_thread(self._tokenized, request, tokenized)
 
-    async def Detokenize(  # noqa: N802
+    async def Detokenize(
         self, request: tokenization_service_pb2.DetokenizeRequest, context: Any
     ) -> tokenization_service_pb2.DetokenizeResponse:
         """Join tokens to a text."""
@@ -60,7 +60,7 @@ class TokenizationService(tokenization_service_pb2_grpc.TokenizationServiceServi
         text = await self._model.text.decode(token_ids, include_special_tokens=request.include_special_tokens)
         return await asyncio.to_thread(self._detokenized, request, token_ids, text)
 
-    async def RenderChat(  # noqa: N802
+    async def RenderChat(
         self, request: tokenization_service_pb2.RenderChatRequest, context: Any
     ) -> tokenization_service_pb2.RenderChatResponse:
         """Turn a conversation into a prompt."""
