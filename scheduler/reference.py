@@ -114,7 +114,7 @@ class ReferenceScheduler:
         self.admitted: list[_Sequence] = []
         self.block_table_updates: list[tuple[int, int, int]] = []
         self.num_budget = 0
-        self.has_preempted = False
+        self.num_preempted = 0
 
     # Requests
 
@@ -172,7 +172,7 @@ class ReferenceScheduler:
         self.now_ns = max(self.now_ns, now_ns)
         self.planned, self.admitted, self.block_table_updates = [], [], []
         self.num_budget = self.config.max_num_batched_tokens
-        self.has_preempted = False
+        self.num_preempted = 0
         for s in sorted(self._active(), key=lambda s: (s.request.deadline_ns, s.order)):
             if s.request.deadline_ns and s.request.deadline_ns <= self.now_ns:
                 self._end(s, FinishReason.DEADLINE)
@@ -180,7 +180,7 @@ class ReferenceScheduler:
         self._schedule_decodes([s for s in running if not s.is_prefill])
         prefills = [s for s in running if s.is_prefill and s.row is not None]
         self._schedule_prefills(prefills)
-        if not self.has_preempted:
+        if not self.num_preempted:
             self._schedule_admissions(sum(self._num_blocks_for(s.prefill_end) - len(s.blocks) for s in prefills))
         self.step_id += 1
         self.is_step_open = True
@@ -296,6 +296,9 @@ class ReferenceScheduler:
             logits_offsets=np.array(logits_offsets, np.int32),
             block_table_updates=np.array(self.block_table_updates, np.int32).reshape(-1, 3),
             admitted=tuple((s.row, s.request) for s in self.admitted if s.row is not None),
+            num_prefill_sequences=sum(s.is_prefill for s in self.planned),
+            num_prefill_tokens=sum(s.num_scheduled for s in self.planned if s.is_prefill),
+            num_preempted=self.num_preempted,
         )
 
     # Preemption
@@ -313,7 +316,7 @@ class ReferenceScheduler:
         return True
 
     def _preempt(self, s: _Sequence) -> None:
-        self.has_preempted = True
+        self.num_preempted += 1
         s.num_preemptions += 1
         s.num_computed = s.num_prompt_computed = 0
         s.drafts = []

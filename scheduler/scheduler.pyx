@@ -148,7 +148,7 @@ cdef class Scheduler:
             [(self.sequences[self.admitted[i]].row, self.table.requests[self.admitted[i]])
              for i in range(self.num_admitted)]
         )
-        return self.step.plan(self.step_id, admitted)
+        return self.step.plan(self.step_id, admitted, self.num_preempted)
 
     cdef int schedule_all(self) except -1 nogil:
         self.step.clear()

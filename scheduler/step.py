@@ -81,6 +81,9 @@ class StepPlan:
             max_blocks_per_sequence]` block table that changed since the last plan; apply before computing.
         admitted: rows that (re)start with this plan and their requests; the device takes sampling parameters from
             them. A preempted sequence that resumes appears again.
+        num_prefill_sequences: of B, sequences whose prompt is computed, or computed again after a preemption.
+        num_prefill_tokens: of T, tokens of those.
+        num_preempted: sequences that lost their blocks to others in this plan.
     """
 
     step_id: int
@@ -95,6 +98,9 @@ class StepPlan:
     logits_offsets: Int32Array
     block_table_updates: Int32Array
     admitted: tuple[tuple[int, Request], ...]
+    num_prefill_sequences: int = 0
+    num_prefill_tokens: int = 0
+    num_preempted: int = 0
 
     @property
     def num_sequences(self) -> int:

@@ -9,6 +9,8 @@ cdef class StepBuffers:
     cdef int num_sequences  # B
     cdef int num_tokens  # T
     cdef int num_logits  # L
+    cdef int num_prefill_sequences
+    cdef int num_prefill_tokens
     cdef int num_block_table_updates  # R
     cdef int32_t* rows  # these and the following: step.StepPlan
     cdef int32_t* generations
@@ -42,7 +44,7 @@ cdef class StepBuffers:
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
     ) noexcept nogil
     cdef void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil
-    cdef object plan(self, object step_id, tuple admitted)  # StepPlan
+    cdef object plan(self, object step_id, tuple admitted, int num_preempted)  # StepPlan
     cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays
     cdef int read_drafts(self, object drafts) except -1
     cdef object update(self, object step_id)  # StepUpdate

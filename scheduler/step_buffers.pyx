@@ -70,6 +70,7 @@ cdef class StepBuffers:
 
     cdef void clear(self) noexcept nogil:
         self.num_sequences = self.num_tokens = self.num_logits = self.num_block_table_updates = 0
+        self.num_prefill_sequences = self.num_prefill_tokens = 0
 
     cdef void add(
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
@@ -79,6 +80,9 @@ cdef class StepBuffers:
         cdef int offset = s.num_computed - block * block_size
         cdef int end = s.num_computed + num_tokens
         cdef int position
+        if s.num_computed < s.prefill_end:
+            self.num_prefill_sequences += 1
+            self.num_prefill_tokens += num_tokens
         self.add_block_table_updates(s, block_table)
         for position in range(s.num_computed, end):
             self.token_ids[t] = s.token_ids[position]
@@ -109,7 +113,7 @@ cdef class StepBuffers:
             self.num_block_table_updates += 1
             s.num_sent_blocks += 1
 
-    cdef object plan(self, object step_id, tuple admitted):
+    cdef object plan(self, object step_id, tuple admitted, int num_preempted):
         cdef int num_sequences = self.num_sequences, num_tokens = self.num_tokens
         (
             rows,
@@ -136,6 +140,9 @@ cdef class StepBuffers:
             logits_offsets[: num_sequences + 1],
             block_table_updates[: self.num_block_table_updates],
             admitted,
+            self.num_prefill_sequences,
+            self.num_prefill_tokens,
+            num_preempted,
         )
 
     cdef int read_result(self, object result) except -1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import structlog
@@ -26,6 +26,7 @@ from foreword.service.engine.messages import (
     Pause,
     Refused,
     Resume,
+    StepHeader,
     StepReport,
     Submit,
     Welcome,
@@ -48,6 +49,7 @@ class EngineClient:
         load: latest gauges; zero while no engine is ready.
         num_received: messages from engines up to now.
         draft_state: whether drafts are proposed at present, and why not.
+        step_listener: called with the facts about each step, before the sinks; must neither block nor raise.
     """
 
     def __init__(self, front_end: int = 0) -> None:
@@ -61,6 +63,7 @@ class EngineClient:
         self.load = _NO_LOAD
         self.num_received = 0
         self.draft_state = DraftState.NO_DRAFTER
+        self.step_listener: Callable[[StepHeader], None] = lambda header: None
         self._front_end = front_end
         self._counter = itertools.count(1)
         self._codec = Codec()
@@ -228,6 +231,7 @@ class EngineClient:
         """Give each sequence's news to its sink; news of sequences that were forgotten are dropped."""
         self.load = report.header.load
         self.draft_state = report.header.draft_state
+        self.step_listener(report.header)
         sequences = report.sequences
         begin = 0
         for index, (request_key, end, finish_reason) in enumerate(

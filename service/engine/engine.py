@@ -89,6 +89,7 @@ class Engine:
         try:
             start_ns = time.monotonic_ns()
             plan = self._scheduler.schedule(start_ns)
+            schedule_end_ns = time.monotonic_ns()
             self._note_admitted(plan)
             result = self._runner.execute(plan) if plan.num_sequences else None
             update = self._scheduler.apply(result)
@@ -106,6 +107,14 @@ class Engine:
             num_tokens=plan.num_tokens,
             load=self._scheduler.load(),
             draft_state=result.draft_state if result else self._draft_state,
+            schedule_duration_ns=schedule_end_ns - start_ns,
+            num_prefill_sequences=plan.num_prefill_sequences,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_drafted=int(update.sequences["num_drafted"].sum()),
+            num_accepted=int(update.sequences["num_accepted"].sum()),
+            num_output_tokens=len(update.token_ids),
+            num_preempted=plan.num_preempted,
+            num_finished=int(np.count_nonzero(update.sequences["finish_reason"])),
         )
         self._draft_state = header.draft_state
         return StepReport(header, update.sequences, update.token_ids, update.logprobs)

@@ -122,6 +122,7 @@ class EngineLoop:
             case Resume(request_key):
                 self._engine.resume(request_key)
             case Hello():
+                self._active.setdefault(front_end, set())
                 self._send(front_end, Welcome(self._engine.info, self._engine.load()))
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is not for the engine")
@@ -138,13 +139,14 @@ class EngineLoop:
         self._send(front_end, Admitted(request.request_key))
 
     def _publish(self, report: StepReport) -> None:
-        """Send each front end its own sequences."""
+        """Send each front end the facts about the step, with its own sequences."""
         front_ends = report.sequences["request_key"] >> FRONT_END_SHIFT
-        for front_end in sorted(set(front_ends.tolist())):
+        for front_end, active in list(self._active.items()):
             mine = front_ends == front_end
             own = report if mine.all() else _select(report, mine)
-            ended = own.sequences["request_key"][own.sequences["finish_reason"] != 0]
-            self._active.get(front_end, set()).difference_update(ended.tolist())
+            if report.header.num_finished:
+                ended = own.sequences["request_key"][own.sequences["finish_reason"] != 0]
+                active.difference_update(ended.tolist())
             self._send(front_end, own)
 
     def _send(self, front_end: int, message: Message) -> None:
@@ -158,8 +160,6 @@ class EngineLoop:
     def _abandon(self, front_end: int) -> None:
         """Cancel what a front end left behind."""
         request_keys = self._active.pop(front_end, set())
-        if not request_keys:
-            return
         logger.debug("front end is gone", front_end=front_end, num_sequences=len(request_keys))
         for request_key in request_keys:
             self._engine.cancel(request_key)

@@ -1,7 +1,7 @@
 """What the engine and its front ends say to each other.
 
 Front end -> engine: hello, submit, cancel, pause, resume. Engine -> front end: one welcome per hello, one admission
-reply per submit, and one `StepReport` per step, however many sequences and tokens the step touched.
+reply per submit, and one `StepReport` per step, however many sequences and tokens the step touched, none included.
 """
 
 from __future__ import annotations
@@ -184,6 +184,14 @@ class StepHeader:
         num_tokens: tokens in the batch.
         load: gauges after the step.
         draft_state: whether drafts are proposed after the step, and why not.
+        schedule_duration_ns: time spent deciding what to compute.
+        num_prefill_sequences: of the sequences, those whose prompt was computed.
+        num_prefill_tokens: of the tokens, those of prompts.
+        num_drafted: draft tokens checked.
+        num_accepted: of those, accepted and kept.
+        num_output_tokens: tokens that came out.
+        num_preempted: sequences that lost their blocks to others.
+        num_finished: sequences that ended.
     """
 
     step_id: int
@@ -195,6 +203,14 @@ class StepHeader:
     num_tokens: int
     load: SchedulerLoad
     draft_state: DraftState = DraftState.DISABLED
+    schedule_duration_ns: int = 0
+    num_prefill_sequences: int = 0
+    num_prefill_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_output_tokens: int = 0
+    num_preempted: int = 0
+    num_finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)

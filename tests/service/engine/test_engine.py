@@ -134,3 +134,37 @@ def test_a_device_fault_names_the_sequences_of_the_step() -> None:
     assert fault.value.step_id == 2
     assert isinstance(fault.value.__cause__, RuntimeError)
     assert "poison" not in str(fault.value)
+
+
+def test_the_header_counts_what_the_step_did() -> None:
+    engine = build(max_num_sequences=4, max_num_batched_tokens=8)
+    engine.submit(make_request(1, num_prompt_tokens=6, max_output_tokens=3))
+    engine.submit(make_request(2, num_prompt_tokens=6, max_output_tokens=2))
+    headers = []
+    while (report := engine.step()) is not None:
+        headers.append(report.header)
+    assert [header.num_sequences for header in headers] == [2, 2, 2]
+    assert [header.num_tokens for header in headers] == [8, 5, 2]
+    assert [header.num_prefill_sequences for header in headers] == [2, 1, 0]
+    assert [header.num_prefill_tokens for header in headers] == [8, 4, 0]
+    assert [header.num_output_tokens for header in headers] == [1, 2, 2]
+    assert [header.num_finished for header in headers] == [0, 0, 2]
+    for header in headers:
+        assert 0 < header.schedule_duration_ns < header.end_ns - header.start_ns
+        assert header.load.num_running + header.load.num_waiting == 2 - header.num_finished
+    assert headers[-1].load.num_free_blocks == headers[-1].load.num_blocks
+
+
+def test_the_header_counts_preemptions() -> None:
+    engine = build(kv_cache_bytes=4, block_size=8, max_num_sequences=2, max_model_len=32)
+    for key in (1, 2):
+        engine.submit(make_request(key, num_prompt_tokens=8, max_output_tokens=20))
+    headers = []
+    while (report := engine.step()) is not None:
+        headers.append(report.header)
+    assert sum(header.num_preempted for header in headers) >= 1
+    assert sum(header.num_output_tokens for header in headers) == 40
+    recomputed = sum(header.num_prefill_tokens for header in headers) - 16
+    assert recomputed > 0
+    [step] = [index for index, header in enumerate(headers) if header.num_preempted][:1]
+    assert headers[step].load.num_waiting == headers[step - 1].load.num_waiting + headers[step].num_preempted

@@ -90,6 +90,15 @@ def test_each_front_end_hears_of_its_own_sequences_only(serve: Serve) -> None:
                 assert end.hear_until_the_end(key) == (expected_tokens(4, 24), FinishReason.LENGTH)
 
 
+def test_a_front_end_hears_of_steps_without_its_sequences(serve: Serve) -> None:
+    thread = serve()
+    with front_end(thread, 0) as idle, front_end(thread, 1) as busy:
+        assert busy.hear_until_the_end(busy.submit(1, max_output_tokens=5))[0] == expected_tokens(4, 5)
+        reports = [idle.hear() for _ in range(5)]
+    assert all(isinstance(report, StepReport) and not len(report.sequences) for report in reports)
+    assert [report.header.num_output_tokens for report in reports] == [1] * 5  # type: ignore[union-attr]
+
+
 def test_an_admission_comes_before_any_report(serve: Serve) -> None:
     with front_end(serve()) as end:
         key = end.submit(1)
