@@ -178,12 +178,10 @@ def chat_command(address: str) -> str:
 async def _until_asked_to_end(server: Any, shutdown: Any) -> None:
     await shutdown.wait()
     frontend = server.frontend
+    grace_s = frontend.drain.remaining_s if frontend.drain.is_requested else frontend.config.drain_grace_s
     if num_active := len(frontend.registry):
         generations = "1 generation" if num_active == 1 else f"{num_active} generations"
-        write_note(
-            f"Draining: {generations} may take up to {frontend.config.drain_grace_s:g} s to end; "
-            "Ctrl-C again ends at once."
-        )
+        write_note(f"Draining: {generations} may take up to {grace_s:.3g} s to end; Ctrl-C again ends at once.")
 
 
 async def _show_answer(address: str) -> None:

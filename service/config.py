@@ -40,6 +40,13 @@ class ServerConfig:
     """All settings of `foreword serve`; `None` where the engine chooses."""
 
     listen_address: str = _setting("server", Address(), "127.0.0.1:50051", "address to listen on; port 0 picks one")
+    admin_listen_address: str | None = _setting(
+        "server",
+        Address(),
+        None,
+        "address of EngineService, for operators; by default it is served at listen_address if only this machine can "
+        "reach that, else nowhere",
+    )
     insecure: bool = _setting("server", Switch(), False, "listen without TLS on an address others can reach")
     tls_certificate: str | None = _setting("server", Text("FILE"), None, "certificate chain in PEM format")
     tls_private_key: str | None = _setting("server", Text("FILE"), None, "private key of the certificate, PEM format")
@@ -101,9 +108,9 @@ class ServerConfig:
     )
 
     @property
-    def host(self) -> str:
-        """Host part of `listen_address`, without brackets."""
-        return self.listen_address.rpartition(":")[0].strip("[]")
+    def has_shared_listener(self) -> bool:
+        """True when operators are served at `listen_address`."""
+        return self.admin_listen_address is None and _is_loopback(self.listen_address)
 
     @property
     def has_tls(self) -> bool:
@@ -260,11 +267,13 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def _check(config: ServerConfig) -> None:
     if (config.tls_certificate is None) != (config.tls_private_key is None):
         raise ConfigError("tls_certificate and tls_private_key: give both or neither")
-    if not (config.has_tls or config.insecure or _is_loopback(config.host)):
-        raise ConfigError(
-            f"listen_address: {config.listen_address} can be reached by others; "
-            "give --tls-certificate and --tls-private-key, or --insecure to listen without encryption"
-        )
+    for name in ("listen_address", "admin_listen_address"):
+        address = getattr(config, name)
+        if not (address is None or config.has_tls or config.insecure or _is_loopback(address)):
+            raise ConfigError(
+                f"{name}: {address} can be reached by others; "
+                "give --tls-certificate and --tls-private-key, or --insecure to listen without encryption"
+            )
     if config.device in ("auto", "cpu") and config.block_size % CPU_BLOCK_MULTIPLE:
         raise ConfigError(
             f"block_size: must be a multiple of {CPU_BLOCK_MULTIPLE} on the CPU device, got {config.block_size}"
@@ -276,7 +285,8 @@ def _check(config: ServerConfig) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

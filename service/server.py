@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -21,7 +19,6 @@ from foreword.service.config import ServerConfig
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.config import EngineConfig
 from foreword.service.engine.supervisor import EngineSupervisor
-from foreword.service.frontend.boundary import ErrorBoundary
 from foreword.service.frontend.engine_service import EngineService
 from foreword.service.frontend.frontend import Frontend, State
 from foreword.service.frontend.generation_service import GenerationService
@@ -29,6 +26,7 @@ from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.model_service import ModelService
 from foreword.service.frontend.reflection import add_reflection
 from foreword.service.frontend.tokenization_service import TokenizationService
+from foreword.service.listener import Listener, check_port_is_free
 from foreword.service.shutdown import Shutdown
 from foreword.service.text.processor import TextProcessor
 from foreword.v1 import (
@@ -40,12 +38,9 @@ from foreword.v1 import (
 
 _log = structlog.get_logger(__name__)
 
-SERVICES = (
-    "foreword.v1.GenerationService",
-    "foreword.v1.TokenizationService",
-    "foreword.v1.ModelService",
-    "foreword.v1.EngineService",
-)
+CALLER_SERVICES = ("foreword.v1.GenerationService", "foreword.v1.TokenizationService", "foreword.v1.ModelService")
+ENGINE_SERVICE = "foreword.v1.EngineService"
+SERVICES = (*CALLER_SERVICES, ENGINE_SERVICE)
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
 FLUSH_S = 1.0
@@ -54,24 +49,12 @@ FLUSH_S = 1.0
 Progress = Callable[[str, int, int], None]
 
 
-def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Options of the gRPC server. gRPC ignores names it does not know, so tests compare them with the library's own."""
-    return [
-        ("grpc.so_reuseport", 0),  # a second server on the port must fail
-        ("grpc.max_receive_message_length", config.max_receive_message_bytes),
-        ("grpc.max_send_message_length", config.max_send_message_bytes),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients may ping during a long prefill
-    ]
-
-
 class Server:
     """One front end and its engine process, from start to stop.
 
     Attributes:
         address: it listens at, with the port that was picked when the configured one is 0.
+        admin_address: the same for `EngineService`.
         frontend: what the services share.
     """
 
@@ -83,18 +66,23 @@ class Server:
         """
         self.frontend = Frontend(engine, model, config)
         self._config = config
-        self._server = grpc.aio.server(interceptors=[ErrorBoundary()], options=channel_options(config))
         self._health = health.aio.HealthServicer()
         self._health_changed = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._listeners = [Listener(config, "listen_address")]
+        if config.admin_listen_address is not None:
+            self._listeners.append(Listener(config, "admin_listen_address"))
         self._add_services()
-        self.address = self._bind()
-        self._health_task: asyncio.Task[None] | None = None
+        self.address = self._listeners[0].address
+        self.admin_address = self._listeners[-1].address
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take calls. Those that need an engine are UNAVAILABLE until there is one."""
         await self._report_health()
-        await self._server.start()
-        self._health_task = asyncio.create_task(self._follow_health())
+        for listener in self._listeners:
+            await listener.grpc_server.start()
+        self._tasks = [asyncio.create_task(self._follow_health()), asyncio.create_task(self._follow_drain())]
 
     def note_engine(self, ready: bool) -> None:
         """Take the news that the engine became ready or died."""
@@ -105,57 +93,51 @@ class Server:
         """Report NOT_SERVING, give load balancers time to notice, then refuse new generations and wait for the others.
 
         Args:
-            grace_s: how long to wait; generations left then are ended by `stop`.
+            grace_s: how long to wait, unless an operator has said; generations left then are ended by `stop`.
         """
-        registry = self.frontend.registry
-        self.frontend.is_draining = True
-        await self._report_health()
-        _log.info("draining", active=len(registry), grace_s=grace_s)
-        await asyncio.sleep(self._config.drain_delay_s)
-        registry.is_closed = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await registry.wait_until_empty()
+        if not self.frontend.drain.is_requested:
+            self.frontend.drain.request(grace_s)
+        await self._drained.wait()
 
     async def stop(self) -> None:
         """End all calls and close the port."""
         self.frontend.registry.is_closed = True
         self.frontend.registry.fail_all(EngineUnavailable("the server is shutting down"))
-        if self._health_task is not None:
-            self._health_task.cancel()
-            await asyncio.gather(self._health_task, return_exceptions=True)
-        await self._server.stop(FLUSH_S)
+        self.frontend.steps.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(listener.grpc_server.stop(FLUSH_S) for listener in self._listeners))
 
     def _add_services(self) -> None:
-        frontend, server = self.frontend, self._server
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(frontend), server)
-        tokenization_service_pb2_grpc.add_TokenizationServiceServicer_to_server(TokenizationService(frontend), server)
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(frontend), server)
-        engine_service = EngineService(frontend)  # type: ignore[abstract]  # the boundary answers for the rest
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(engine_service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_reflection((*SERVICES, HEALTH_SERVICE), server)
+        frontend, listener = self.frontend, self._listeners[0].grpc_server
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(frontend), listener)
+        tokenization_service_pb2_grpc.add_TokenizationServiceServicer_to_server(TokenizationService(frontend), listener)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(frontend), listener)
+        self._add_common_services(listener, SERVICES if self._config.has_shared_listener else CALLER_SERVICES)
+        if len(self._listeners) > 1:
+            self._add_common_services(self._listeners[1].grpc_server, (ENGINE_SERVICE,))
 
-    def _bind(self) -> str:
-        address = self._config.listen_address
-        _check_port_is_free(address)
-        try:
-            if self._config.has_tls:
-                port = self._server.add_secure_port(address, _credentials(self._config))
-            else:
-                port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            cause = "tls_certificate, tls_private_key: no certificate chain in PEM format, or not its key"
-            raise ConfigError(
-                cause if self._config.has_tls else f"listen_address: cannot listen on {address}"
-            ) from None
-        return f"{address.rpartition(':')[0]}:{port}"
+    def _add_common_services(self, listener: grpc.aio.Server, services: tuple[str, ...]) -> None:
+        """Add what every listener has, and `EngineService` where `services` names it."""
+        if ENGINE_SERVICE in services:
+            engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(self.frontend), listener)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, listener)
+        add_reflection((*services, HEALTH_SERVICE), listener)
 
     async def _follow_health(self) -> None:
         while True:
             await self._health_changed.wait()
             self._health_changed.clear()
             await self._report_health()
+
+    async def _follow_drain(self) -> None:
+        drain = self.frontend.drain
+        await drain.wait()
+        await self._report_health()
+        _log.info("draining", active=len(self.frontend.registry), grace_s=round(drain.remaining_s, 3))
+        await drain.finish()
+        self._drained.set()
 
     async def _report_health(self) -> None:
         """The server itself is alive as long as it answers; its services serve when an engine does."""
@@ -165,31 +147,6 @@ class Server:
             await self._health.set(service, status.SERVING if is_ready else status.NOT_SERVING)
         is_draining = self.frontend.state is State.DRAINING
         await self._health.set("", status.NOT_SERVING if is_draining else status.SERVING)
-
-
-def _check_port_is_free(address: str) -> None:
-    """Find out that a port is taken before gRPC does, whose own report is not one line."""
-    host, _, port = address.rpartition(":")
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{address} is in use; choose another with --listen-address") from None
-        raise ConfigError(f"listen_address: cannot listen on {address}: {error.strerror or error}") from None
-
-
-def _credentials(config: ServerConfig) -> grpc.ServerCredentials:
-    files = {"tls_private_key": config.tls_private_key, "tls_certificate": config.tls_certificate}
-    contents = []
-    for name, path in files.items():
-        try:
-            contents.append(Path(path or "").read_bytes())
-        except OSError as error:
-            raise ConfigError(f"{name}: {path}: {error.strerror}") from None
-    return grpc.ssl_server_credentials([(contents[0], contents[1])])
 
 
 def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
@@ -237,7 +194,9 @@ async def running_server(
         CheckpointError: the model cannot be read.
         EngineUnavailable, EngineFault: the engine did not start.
     """
-    _check_port_is_free(config.listen_address)  # before time is spent on a model
+    for setting in ("listen_address", "admin_listen_address"):  # before time is spent on a model
+        if (address := getattr(config, setting)) is not None:
+            check_port_is_free(address, setting)
     path = default_model_path() if config.model is None else Path(config.model)
     on_progress("tokenizer", 0, 1)
     checkpoint = await asyncio.to_thread(open_checkpoint, path)
@@ -275,11 +234,12 @@ async def serve(
     Args:
         config: all settings.
         on_progress: called with (stage, done, total) while the model loads.
-        body: usually waits for the shutdown.
+        body: usually waits for the shutdown, which a signal or `DrainServer` asks for.
     """
     with Shutdown() as shutdown:
         try:
             async with running_server(config, on_progress) as server:
+                server.frontend.drain.on_request = shutdown.request
                 await body(server, shutdown)
                 await server.drain(config.drain_grace_s)
         except asyncio.CancelledError:

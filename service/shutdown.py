@@ -26,11 +26,16 @@ class Shutdown:
         self._task = asyncio.current_task()
         self._requested = asyncio.Event()
         self._is_awaited = False
+        self._was_signalled = False
 
     async def wait(self) -> None:
         """Return when an orderly end is asked for."""
         self._is_awaited = True
         await self._requested.wait()
+
+    def request(self) -> None:
+        """Ask for an orderly end without a signal."""
+        self._requested.set()
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
@@ -44,8 +49,9 @@ class Shutdown:
             self._loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        if self._is_awaited and not self._requested.is_set():
-            self._requested.set()
+        if self._is_awaited and not self._was_signalled:
+            self._was_signalled = True
+            self.request()
         elif self._task is not None:
             self.was_forced = True
             self._task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import structlog
@@ -27,7 +27,7 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
     """Wraps every coroutine handler of the server.
 
     Errors of the domain become their status. Anything unexpected is logged and becomes INTERNAL without its message. A
-    method that the service does not implement, and a request that cannot be parsed, are answered here.
+    request that cannot be parsed is answered here.
     """
 
     async def intercept_service(
@@ -44,8 +44,6 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
         behavior = getattr(handler, kind)
         if inspect.isasyncgenfunction(behavior):
             return handler  # the stock reflection service; it raises nothing of its own
-        if not inspect.iscoroutinefunction(behavior):
-            behavior = _unimplemented(handler_call_details.method)
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         behavior = _guarded(behavior, handler_call_details.method)
         return make(behavior, _decoder(handler.request_deserializer), handler.response_serializer)
@@ -83,13 +81,6 @@ def _guarded(behavior: Behavior, method: str) -> Behavior:
         return await status.abort(context, error)
 
     return guarded
-
-
-def _unimplemented(method: str) -> Behavior:
-    async def refuse(request: Any, context: Any) -> NoReturn:
-        raise status.MethodUnimplemented(f"{method} is not implemented by this server", method=method)
-
-    return refuse
 
 
 def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

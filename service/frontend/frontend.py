@@ -16,11 +16,13 @@ from foreword.service.config import ServerConfig
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend.boundary import field_of
+from foreword.service.frontend.drain import Drain
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.registry import GenerationRegistry
 from foreword.service.frontend.requests import read_settings
 from foreword.service.frontend.responses import GenerationConverter
+from foreword.service.frontend.step_feed import StepFeed
 from foreword.service.frontend.timeline import Timeline
 from foreword.v1 import generation_pb2
 
@@ -44,7 +46,8 @@ class Frontend:
         model: that it serves.
         config: the server's settings.
         registry: generations under way.
-        is_draining: the server is about to end.
+        steps: news of every step of the engine.
+        drain: the end of the server's work.
         start_time_ns: wall clock at the start.
     """
 
@@ -53,13 +56,15 @@ class Frontend:
         self.model = model
         self.config = config
         self.registry = GenerationRegistry()
-        self.is_draining = False
+        self.steps = StepFeed()
+        engine.step_listener = self.steps.publish
+        self.drain = Drain(self.registry, config.drain_delay_s)
         self.start_time_ns = time.time_ns()
 
     @property
     def state(self) -> State:
         """Whether requests are served, and why not."""
-        if self.is_draining:
+        if self.drain.is_requested:
             return State.DRAINING
         if self.engine.ready:
             return State.READY

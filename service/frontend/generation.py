@@ -66,6 +66,7 @@ class Counts:
     """Tokens and steps of a generation up to now."""
 
     num_prompt: int = 0
+    num_prompt_computed: int = 0
     num_cached: int = 0
     num_output: int = 0
     num_drafted: int = 0
@@ -190,6 +191,17 @@ class Generation:
             return FinishReason.CANCELLED.name
         return "STOP_STRING" if self.finish.reason is None else self.finish.reason.name
 
+    @property
+    def is_paused(self) -> bool:
+        """Not scheduled because its client does not read."""
+        return self._paused_ns != 0
+
+    @property
+    def deadline_ns(self) -> int:
+        """Monotonic clock at which it ends at the latest."""
+        own_ns = self.timeline.receive_ns + self.settings.max_duration_ns
+        return own_ns if self._rpc_deadline_ns is None else min(own_ns, self._rpc_deadline_ns)
+
     async def start(self) -> None:
         """Tokenize the prompt and hand it to the engine; returns when the scheduler has admitted it.
 
@@ -304,9 +316,6 @@ class Generation:
                 f"must be at most {self.max_output_tokens}, which is what the context leaves room for, "
                 f"got {settings.min_output_tokens}",
             )
-        deadline_ns = self.timeline.receive_ns + settings.max_duration_ns
-        if self._rpc_deadline_ns is not None:
-            deadline_ns = min(deadline_ns, self._rpc_deadline_ns)
         return Request(
             request_key=self._request_key,
             prompt_token_ids=prompt_token_ids,
@@ -318,7 +327,7 @@ class Generation:
             ),
             sampling=settings.sampling,
             arrival_ns=self.timeline.receive_ns,
-            deadline_ns=deadline_ns,
+            deadline_ns=self.deadline_ns,
             priority=settings.priority,
             cache_salt=settings.cache_salt,
             bypass_prefix_cache=settings.bypass_prefix_cache,
@@ -378,6 +387,7 @@ class Generation:
             timeline.schedule_ns = update.first_scheduled_ns
         if timeline.sample_ns is None and update.num_tokens:
             timeline.sample_ns = header.end_ns
+        counts.num_prompt_computed = update.num_prompt_computed
         counts.num_cached = max(counts.num_cached, update.num_cached)
         counts.num_drafted += update.num_drafted
         counts.num_accepted += update.num_accepted
@@ -449,8 +459,7 @@ class Generation:
 
     @property
     def _is_rpc_deadline(self) -> bool:
-        own_ns = self.timeline.receive_ns + self.settings.max_duration_ns
-        return self._rpc_deadline_ns is not None and self._rpc_deadline_ns <= own_ns
+        return self._rpc_deadline_ns == self.deadline_ns
 
     def _end(self, finish: Finish) -> None:
         self.finish = finish

@@ -23,6 +23,8 @@ class GenerationRegistry:
     def __init__(self) -> None:
         self.is_closed = False
         self._active: dict[str, Generation] = {}
+        self._serials: dict[str, int] = {}
+        self._last_serial = 0
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -49,13 +51,17 @@ class GenerationRegistry:
 
     def add(self, generation: Generation) -> None:
         """Make a generation known by its id, which must be free."""
-        self._active[generation.settings.request_id] = generation
+        request_id = generation.settings.request_id
+        self._active[request_id] = generation
+        self._last_serial += 1
+        self._serials[request_id] = self._last_serial
         self._empty.clear()
 
     def remove(self, generation: Generation, *, remember: bool) -> None:
         """Forget a generation; its id stays known for a while if it was ever admitted."""
         request_id = generation.settings.request_id
         del self._active[request_id]
+        del self._serials[request_id]
         if remember:
             self._recent[request_id] = None
             self._recent.move_to_end(request_id)
@@ -63,6 +69,26 @@ class GenerationRegistry:
                 self._recent.popitem(last=False)
         if not self._active:
             self._empty.set()
+
+    def page(self, after: int, size: int) -> tuple[list[Generation], int]:
+        """Part of the active generations, oldest first.
+
+        Args:
+            after: the mark that the previous part came with; 0 for the first part.
+            size: most generations to return.
+
+        Returns:
+            Generations that are younger than the mark, and the mark of the next part; 0 when there is none.
+
+        Raises:
+            ValueError: there never was such a mark.
+        """
+        if not 0 <= after <= self._last_serial:
+            raise ValueError(after)
+        younger = [request_id for request_id, serial in self._serials.items() if serial > after]
+        part = younger[:size]
+        mark = self._serials[part[-1]] if len(younger) > size else 0
+        return [self._active[request_id] for request_id in part], mark
 
     def cancel(self, request_id: str) -> bool:
         """End a generation early. False when it had ended already.

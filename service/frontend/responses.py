@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from foreword.scheduler.errors import ForewordError
 from foreword.scheduler.request import SamplingParams
-from foreword.scheduler.step import DraftState, FinishReason, SchedulerLoad
+from foreword.scheduler.step import DraftState, FinishReason
 from foreword.service import status
 from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend.generation import Delta, Finish, Generation
@@ -21,7 +21,6 @@ from foreword.service.frontend.steps import StepShare
 from foreword.service.frontend.timeline import Timeline
 from foreword.v1 import (
     cache_pb2,
-    engine_pb2,
     generation_pb2,
     generation_service_pb2,
     model_pb2,
@@ -61,6 +60,13 @@ def timestamp(wall_ns: int) -> Timestamp:
     return message
 
 
+def duration(duration_ns: int) -> Duration:
+    """A length of time, in nanoseconds, as a message."""
+    message = Duration()
+    message.FromNanoseconds(duration_ns)
+    return message
+
+
 class GenerationConverter:
     """Builds the messages about one generation."""
 
@@ -84,7 +90,7 @@ class GenerationConverter:
                 stop_token_ids=settings.stop_token_ids,
                 ignore_eos=settings.ignore_eos,
                 include_stop=settings.include_stop,
-                max_generation_duration=_duration(settings.max_duration_ns),
+                max_generation_duration=duration(settings.max_duration_ns),
             ),
             output=output_pb2.OutputConfig(
                 logprobs=settings.logprobs,
@@ -221,35 +227,6 @@ class GenerationConverter:
         )
 
 
-def load_message(load: SchedulerLoad) -> engine_pb2.Load:
-    """Gauges as a message."""
-    return engine_pb2.Load(
-        running_sequence_count=load.num_running,
-        waiting_sequence_count=load.num_waiting,
-        waiting_token_count=load.num_waiting_tokens,
-        paused_sequence_count=load.num_paused,
-        free_block_count=load.num_free_blocks,
-        block_count=load.num_blocks,
-        cached_block_count=load.num_cached_blocks,
-    )
-
-
-def engine_message(info: EngineInfo, model: str) -> engine_pb2.EngineInfo:
-    """Facts about an engine as a message."""
-    return engine_pb2.EngineInfo(
-        device=info.device,
-        device_name=info.device_name,
-        dtype=info.dtype,
-        model=model,
-        max_context_token_count=info.max_model_len,
-        max_sequence_count=info.max_num_sequences,
-        max_step_token_count=info.max_num_batched_tokens,
-        block_count=info.num_blocks,
-        block_token_count=info.block_size,
-        load_duration=_duration(round(info.load_duration_s * 1e9)),
-    )
-
-
 def model_message(
     model: ServedModel, info: EngineInfo | None, draft_state: DraftState, state: model_pb2.ModelState.ValueType
 ) -> model_pb2.Model:
@@ -288,12 +265,6 @@ def refusal(command_index: int, error: ForewordError) -> generation_pb2.Generati
     """The answer to a command of a stream that is not carried out."""
     refused = generation_pb2.CommandRefused(command_index=command_index, error=status.status_of(error))
     return generation_pb2.GenerationEvent(refused=refused)
-
-
-def _duration(duration_ns: int) -> Duration:
-    message = Duration()
-    message.FromNanoseconds(duration_ns)
-    return message
 
 
 def _sampling(params: SamplingParams, with_seed: bool = True) -> sampling_pb2.SamplingConfig:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -64,6 +65,22 @@ def check_number(path: str, value: float, low: float, high: float = math.inf, *,
     if high != math.inf:
         bound += f" and at most {high:g}"
     raise InvalidField(path, f"must be {bound}, got {value:g}")
+
+
+def check_duration(path: str, duration: Duration, low_s: float, high_s: float) -> float:
+    """Require a well-formed duration of at least `low_s` and at most `high_s` seconds.
+
+    Returns:
+        The duration in seconds.
+
+    Raises:
+        InvalidField: it is not.
+    """
+    if not -1_000_000_000 < duration.nanos < 1_000_000_000:
+        raise InvalidField(path, "must be a valid duration")
+    seconds = duration.seconds + duration.nanos / 1e9
+    check_number(path, seconds, low_s, high_s)
+    return seconds
 
 
 def check_request_id(path: str, request_id: str) -> None:

@@ -36,6 +36,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
 def test_every_setting_can_be_given_in_every_source(tmp_path: Path) -> None:
     samples = {
         "listen_address": "localhost:7",
+        "admin_listen_address": "localhost:8",
         "kv_cache_memory": "64MiB",
         "device": "cpu",
         "dtype": "float32",
@@ -136,6 +137,7 @@ def test_auto_is_none_and_sizes_have_units() -> None:
         (["--listen-address", "127.0.0.1:65536"], {}, None, ["65535"]),
         (["--listen-address", "0.0.0.0:1"], {}, None, ["listen_address", "--insecure", "--tls-certificate"]),
         (["--listen-address", "[::]:1"], {}, None, ["listen_address"]),
+        (["--admin-listen-address", "0.0.0.0:1"], {}, None, ["admin_listen_address", "--insecure"]),
         (["--listen-address", "example.org:1"], {}, None, ["listen_address"]),
         (["--tls-certificate", "x"], {}, None, ["tls_private_key"]),
         (["--max-num-batched-tokens", "8"], {}, None, ["max_num_batched_tokens", "max_num_sequences"]),
@@ -171,6 +173,20 @@ def test_loopback_needs_no_tls(address: str) -> None:
 def test_other_addresses_need_tls_or_consent() -> None:
     assert read(["--listen-address", "0.0.0.0:1", "--insecure"]).insecure
     assert read(["--listen-address", "0.0.0.0:1", "--tls-certificate", "c", "--tls-private-key", "k"]).has_tls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_shared"),
+    [
+        ([], True),
+        (["--listen-address", "[::1]:1"], True),
+        (["--listen-address", "0.0.0.0:1", "--insecure"], False),
+        (["--listen-address", "0.0.0.0:1", "--tls-certificate", "c", "--tls-private-key", "k"], False),
+        (["--admin-listen-address", "127.0.0.1:2"], False),
+    ],
+)
+def test_operators_are_served_where_only_they_can_reach(arguments: list[str], is_shared: bool) -> None:
+    assert read(arguments).has_shared_listener is is_shared
 
 
 def test_help_names_every_flag_and_default() -> None:

@@ -22,6 +22,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from foreword.clients import AsyncClient, ForewordClientError, Message
 from foreword.service.config import ServerConfig
 from foreword.service.server import SERVICES, Server, running_server
+from foreword.v1.engine_pb2 import Step
+from foreword.v1.engine_service_pb2 import DrainServerRequest, WatchStepsRequest
+from foreword.v1.engine_service_pb2_grpc import EngineServiceStub
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -100,6 +103,33 @@ async def test_limits_of_the_context(client: AsyncClient) -> None:
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
     result = await client.generate([1] * 510, ignore_eos=True)
     assert result.usage.output_token_count == result.started.stopping.max_output_token_count == 2
+
+
+async def test_steps_add_up_to_the_usage(server: Server, client: AsyncClient) -> None:
+    async with grpc.aio.insecure_channel(server.admin_address) as channel:
+        watch = EngineServiceStub(channel).WatchSteps(WatchStepsRequest())
+        await watch.initial_metadata()
+        results = await asyncio.gather(*(client.generate(prompt, seed=1, **GREEDY) for prompt in PROMPTS))
+        steps: list[Step] = []
+        while sum(step.finished_sequence_count for step in steps) < len(PROMPTS):
+            message = await asyncio.wait_for(watch.read(), 10)
+            assert message.dropped_step_count == 0
+            steps += message.steps
+        watch.cancel()
+    usages = [result.usage for result in results]
+    assert sum(step.output_token_count for step in steps) == sum(usage.output_token_count for usage in usages)
+    assert sum(step.draft_token_count for step in steps) == sum(usage.draft_token_count for usage in usages)
+    accepted = sum(usage.accepted_draft_token_count for usage in usages)
+    assert sum(step.accepted_draft_token_count for step in steps) == accepted
+    computed = sum(usage.prompt_token_count - usage.cached_prompt_token_count for usage in usages)
+    assert sum(step.prefill_token_count for step in steps) == computed
+    for step in steps:
+        assert step.prefill_token_count <= step.token_count <= step.token_budget == 512
+        parts = step.schedule_duration_micros + step.draft_duration_micros + step.verify_duration_micros
+        assert 0 < parts <= step.step_duration_micros
+        assert step.load.running_sequence_count + step.finished_sequence_count >= step.sequence_count
+    assert [step.step_id for step in steps] == sorted({step.step_id for step in steps})
+    assert steps[-1].load.free_block_count == steps[-1].load.block_count
 
 
 async def test_killed_engine_ends_streams_and_is_replaced(server: Server, client: AsyncClient) -> None:
@@ -193,6 +223,29 @@ async def test_ctrl_c_drains_and_says_so(num_signals: int) -> None:
         finally:
             process.send_signal(signal.SIGINT)
             await asyncio.to_thread(process.communicate)
+    assert process.returncode == 0
+
+
+async def test_drain_server_ends_the_process_and_a_signal_does_not_hasten_it() -> None:
+    command = [sys.executable, "-c", "import sys; from foreword.service.cli import main; sys.exit(main())"]
+    flags = ["serve", "--listen-address", "127.0.0.1:0", "--max-model-len", "512"]
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            match = re.search(r"127\.0\.0\.1:\d+", await asyncio.to_thread(process.stdout.readline))
+            assert match
+            async with AsyncClient(match[0]) as client, grpc.aio.insecure_channel(match[0]) as channel:
+                stream = client.stream("Once", max_output_token_count=100, ignore_eos=True)
+                await anext(aiter(stream))
+                answer = await EngineServiceStub(channel).DrainServer(DrainServerRequest())
+                assert answer.active_generation_count == 1
+                process.send_signal(signal.SIGTERM)
+                assert (await stream.result()).usage.output_token_count == 100
+        finally:
+            try:
+                await asyncio.to_thread(process.communicate, timeout=20)
+            finally:
+                process.kill()
     assert process.returncode == 0
 
 

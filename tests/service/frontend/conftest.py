@@ -75,6 +75,7 @@ class FakeEngine:
         self.ready = True
         self.load = LOAD
         self.draft_state = DraftState.DISABLED
+        self.step_listener: Callable[[StepHeader], None] = lambda header: None
         self.refusal: ForewordError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -137,6 +138,7 @@ class FakeEngine:
         self._step_id += 1
         end_ns = time.monotonic_ns()  # the first step seems to be scheduled just before, after the request came
         header = StepHeader(self._step_id, end_ns - 2_000_000, end_ns, 0, 1_500_000, len(tokens), len(tokens), LOAD)
+        self.step_listener(header)
         for sequence, gained in tokens.items():
             ids = list(gained.encode()) if isinstance(gained, str) else list(gained)
             sequence.num_steps += 1

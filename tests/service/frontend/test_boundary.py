@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from foreword.scheduler.errors import InvalidField, QueueFull
-from foreword.v1 import engine_service_pb2, model_service_pb2
-from foreword.v1.engine_service_pb2_grpc import EngineServiceStub
+from foreword.v1 import model_service_pb2
 from foreword.v1.generation_service_pb2 import BidiGenerateTextRequest, CancelCommand, StartCommand
 from foreword.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -57,11 +56,9 @@ async def test_a_generation_that_is_not_admitted_is_logged_once(
 
 async def test_what_is_not_there_is_logged(harness: Harness) -> None:
     await failure_of(ModelServiceStub(harness.channel).GetModel(model_service_pb2.GetModelRequest(name="secret")))
-    await failure_of(EngineServiceStub(harness.channel).DrainServer(engine_service_pb2.DrainServerRequest()))
     refused = {"event": "refused", "log_level": "info"}
     assert logged(harness) == [
         refused | {"reason": "MODEL_NOT_FOUND", "method": "/foreword.v1.ModelService/GetModel"},
-        refused | {"reason": "METHOD_UNIMPLEMENTED", "method": "/foreword.v1.EngineService/DrainServer"},
     ]
     assert "secret" not in str(harness.logs)
 
