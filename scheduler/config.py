@@ -23,8 +23,8 @@ class SchedulerConfig:
             is empty.
         priority_aging_ns: a priority whose waiting requests have all been passed over for so long ranks one higher, and
             so on until one of them is admitted.
-        tenant_weights: (tenant, weight) pairs, weights from 1 to 1000: among waiting requests of equal rank, tenants get
-            tokens in proportion to their weights. A tenant that is not listed weighs 1.
+        tenant_weights: (tenant, weight) pairs, weights from 1 to 1000: among waiting requests of one priority, tenants
+            get tokens in proportion to their weights. A tenant that is not listed weighs 1.
     """
 
     num_blocks: int

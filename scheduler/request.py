@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
