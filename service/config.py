@@ -47,6 +47,9 @@ class ServerConfig:
         "address of EngineService, for operators; by default it is served at listen_address if only this machine can "
         "reach that, else nowhere",
     )
+    metrics_listen_address: str | None = _setting(
+        "server", Address(), None, "address that serves metrics to Prometheus over HTTP; by default none does"
+    )
     insecure: bool = _setting("server", Switch(), False, "listen without TLS on an address others can reach")
     tls_certificate: str | None = _setting("server", Text("FILE"), None, "certificate chain in PEM format")
     tls_private_key: str | None = _setting("server", Text("FILE"), None, "private key of the certificate, PEM format")
@@ -274,6 +277,12 @@ def _check(config: ServerConfig) -> None:
                 f"{name}: {address} can be reached by others; "
                 "give --tls-certificate and --tls-private-key, or --insecure to listen without encryption"
             )
+    metrics_address = config.metrics_listen_address
+    if not (metrics_address is None or config.insecure or _is_loopback(metrics_address)):
+        raise ConfigError(
+            f"metrics_listen_address: {metrics_address} can be reached by others; "
+            "give --insecure to serve metrics there, which are not encrypted"
+        )
     if config.device in ("auto", "cpu") and config.block_size % CPU_BLOCK_MULTIPLE:
         raise ConfigError(
             f"block_size: must be a multiple of {CPU_BLOCK_MULTIPLE} on the CPU device, got {config.block_size}"

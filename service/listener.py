@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -34,19 +35,20 @@ class Listener:
         address: it listens at, with the port that was picked when the configured one is 0.
     """
 
-    def __init__(self, config: ServerConfig, setting: str) -> None:
+    def __init__(self, config: ServerConfig, setting: str, count_error: Callable[[str, grpc.StatusCode], None]) -> None:
         """Bind the port.
 
         Args:
             config: of the server.
             setting: that holds the address.
+            count_error: called with the method and the code of each call that fails.
 
         Raises:
             ConfigError: the address cannot be used, or a certificate not be read.
         """
         address = getattr(config, setting)
         check_port_is_free(address, setting)
-        self.grpc_server = grpc.aio.server(interceptors=[ErrorBoundary()], options=channel_options(config))
+        self.grpc_server = grpc.aio.server(interceptors=[ErrorBoundary(count_error)], options=channel_options(config))
         try:
             if config.has_tls:
                 port = self.grpc_server.add_secure_port(address, _credentials(config))

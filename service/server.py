@@ -27,6 +27,7 @@ from foreword.service.frontend.model_service import ModelService
 from foreword.service.frontend.reflection import add_reflection
 from foreword.service.frontend.tokenization_service import TokenizationService
 from foreword.service.listener import Listener, check_port_is_free
+from foreword.service.metrics_server import MetricsServer
 from foreword.service.shutdown import Shutdown
 from foreword.service.text.processor import TextProcessor
 from foreword.v1 import (
@@ -55,6 +56,7 @@ class Server:
     Attributes:
         address: it listens at, with the port that was picked when the configured one is 0.
         admin_address: the same for `EngineService`.
+        metrics_server: serves metrics once started, if the settings say so.
         frontend: what the services share.
     """
 
@@ -69,16 +71,24 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._health_changed = asyncio.Event()
         self._drained = asyncio.Event()
-        self._listeners = [Listener(config, "listen_address")]
+        count_error = self.frontend.metrics.count_error
+        self._listeners = [Listener(config, "listen_address", count_error)]
         if config.admin_listen_address is not None:
-            self._listeners.append(Listener(config, "admin_listen_address"))
+            self._listeners.append(Listener(config, "admin_listen_address", count_error))
         self._add_services()
         self.address = self._listeners[0].address
         self.admin_address = self._listeners[-1].address
+        self.metrics_server: MetricsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Take calls. Those that need an engine are UNAVAILABLE until there is one."""
+        """Take calls. Those that need an engine are UNAVAILABLE until there is one.
+
+        Raises:
+            ConfigError: the address for metrics cannot be used.
+        """
+        if self._config.metrics_listen_address is not None:
+            self.metrics_server = MetricsServer(self._config.metrics_listen_address, self.frontend.metrics)
         await self._report_health()
         for listener in self._listeners:
             await listener.grpc_server.start()
@@ -107,6 +117,8 @@ class Server:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.metrics_server is not None:
+            await self.metrics_server.stop()
         await asyncio.gather(*(listener.grpc_server.stop(FLUSH_S) for listener in self._listeners))
 
     def _add_services(self) -> None:
@@ -194,7 +206,11 @@ async def running_server(
         CheckpointError: the model cannot be read.
         EngineUnavailable, EngineFault: the engine did not start.
     """
-    for setting in ("listen_address", "admin_listen_address"):  # before time is spent on a model
+    for setting in (
+        "listen_address",
+        "admin_listen_address",
+        "metrics_listen_address",
+    ):  # before time is spent on a model
         if (address := getattr(config, setting)) is not None:
             check_port_is_free(address, setting)
     path = default_model_path() if config.model is None else Path(config.model)

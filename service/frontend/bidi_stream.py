@@ -17,10 +17,12 @@ from foreword.service.frontend.registry import MAX_RECENT
 from foreword.service.frontend.responses import GenerationConverter, refusal
 from foreword.service.frontend.timeline import Timeline
 from foreword.service.frontend.validation import check_supported
-from foreword.service.status import MalformedRequest, MethodUnimplemented
+from foreword.service.status import MalformedRequest, MethodUnimplemented, code_of
 from foreword.v1 import generation_pb2, generation_service_pb2
 
 _log = structlog.get_logger(__name__)
+
+_METHOD = "foreword.v1.GenerationService/BidiGenerateText"
 
 MAX_STARTING = 64
 """Generations of a stream that may be on their way to admission; reading waits for one of them before the next."""
@@ -133,6 +135,7 @@ class BidiStream:
                 generation.cancel()
 
     def _refuse(self, index: int, error: ForewordError) -> None:
+        self._frontend.metrics.count_error(_METHOD, code_of(error))
         self._refusals.append(refusal(index, error))
         self._wake.set()
 

@@ -14,10 +14,11 @@ import structlog
 from foreword.scheduler.errors import ClientStalled, EngineUnavailable
 from foreword.service.config import ServerConfig
 from foreword.service.engine.client import EngineClient
-from foreword.service.engine.messages import EngineInfo
+from foreword.service.engine.messages import EngineInfo, StepHeader
 from foreword.service.frontend.boundary import field_of
 from foreword.service.frontend.drain import Drain
 from foreword.service.frontend.generation import Generation
+from foreword.service.frontend.metrics import Metrics
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.registry import GenerationRegistry
 from foreword.service.frontend.requests import read_settings
@@ -47,6 +48,7 @@ class Frontend:
         config: the server's settings.
         registry: generations under way.
         steps: news of every step of the engine.
+        metrics: sums for Prometheus.
         drain: the end of the server's work.
         start_time_ns: wall clock at the start.
     """
@@ -57,7 +59,8 @@ class Frontend:
         self.config = config
         self.registry = GenerationRegistry()
         self.steps = StepFeed()
-        engine.step_listener = self.steps.publish
+        self.metrics = Metrics(engine, self.registry)
+        engine.step_listener = self._note_step
         self.drain = Drain(self.registry, config.drain_delay_s)
         self.start_time_ns = time.time_ns()
 
@@ -113,6 +116,8 @@ class Frontend:
         """Free what a generation holds and log how it went."""
         generation.close()
         self.registry.remove(generation, remember=generation.is_admitted)
+        now_ns = time.monotonic_ns()
+        self.metrics.count_generation(generation, now_ns)
         timeline, counts = generation.timeline, generation.counts
         _log.info(
             "generation ended",
@@ -123,7 +128,7 @@ class Frontend:
             output_tokens=counts.num_output,
             queue_us=timeline.between_us(timeline.tokenize_ns, timeline.schedule_ns),
             ttft_us=timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
-            total_us=timeline.offset_us(time.monotonic_ns()),
+            total_us=timeline.offset_us(now_ns),
         )
 
     @contextmanager
@@ -150,6 +155,10 @@ class Frontend:
         """Builds the messages about a generation."""
         info = self.engine.info
         return GenerationConverter(generation, self.model, "" if info is None else info.device)
+
+    def _note_step(self, header: StepHeader) -> None:
+        self.metrics.count_step(header)
+        self.steps.publish(header)
 
     async def write(self, context: Any, message: Any) -> None:
         """Send a message, waiting for the client to read no longer than the stall budget.

@@ -114,6 +114,7 @@ class Generation:
         counts: tokens and steps.
         is_admitted: the scheduler took it.
         max_output_tokens: in effect; 0 until the prompt is tokenized.
+        draft_lengths: element k counts the verifications of k drafts.
         acceptance: element k counts the verifications that accepted k drafts.
         finish: how the output ended; `None` while it goes on or when it failed.
         error: why the generation failed; `None` while it has not.
@@ -146,6 +147,7 @@ class Generation:
         self.counts = Counts()
         self.is_admitted = False
         self.max_output_tokens = 0
+        self.draft_lengths: list[int] = []
         self.acceptance: list[int] = []
         self.finish: Finish | None = None
         self.error: ForewordError | None = None
@@ -396,8 +398,8 @@ class Generation:
         counts.num_preemptions = update.num_preemptions
         counts.num_recomputed = update.num_recomputed
         if update.num_drafted:
-            self.acceptance.extend([0] * (update.num_accepted + 1 - len(self.acceptance)))
-            self.acceptance[update.num_accepted] += 1
+            _tally(self.draft_lengths, update.num_drafted)
+            _tally(self.acceptance, update.num_accepted)
 
     def _release(self, released: TextDelta, now_ns: int) -> None:
         """Move tokens and their text from what is held back to what waits to be taken."""
@@ -464,3 +466,9 @@ class Generation:
     def _end(self, finish: Finish) -> None:
         self.finish = finish
         self._notify(self)
+
+
+def _tally(counts: list[int], value: int) -> None:
+    """Count a value in the element of its number."""
+    counts.extend([0] * (value + 1 - len(counts)))
+    counts[value] += 1

@@ -8,6 +8,7 @@ from array import array
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ class Timeline:
     def output_tokens_per_second(self) -> float:
         """Tokens after the first over the time they took; 0 when that is none."""
         return (self._num_tokens - 1) / (self.decode_us / 1e6) if self.decode_us else 0.0
+
+    def gaps_ns(self) -> npt.NDArray[np.int64]:
+        """`[tokens - 1]` gaps between tokens as handed to gRPC, in no order; 0 where they were handed over together."""
+        gaps = np.zeros(max(self._num_tokens - 1, 0), np.int64)
+        gaps[: len(self._gaps_ns)] = self._gaps_ns
+        return gaps
 
     def inter_token_latency(self) -> InterTokenLatency | None:
         """Nearest-rank percentiles of the gaps; tokens handed over together have gaps of 0. `None` below two tokens."""

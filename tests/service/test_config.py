@@ -37,6 +37,7 @@ def test_every_setting_can_be_given_in_every_source(tmp_path: Path) -> None:
     samples = {
         "listen_address": "localhost:7",
         "admin_listen_address": "localhost:8",
+        "metrics_listen_address": "localhost:9",
         "kv_cache_memory": "64MiB",
         "device": "cpu",
         "dtype": "float32",
@@ -138,6 +139,12 @@ def test_auto_is_none_and_sizes_have_units() -> None:
         (["--listen-address", "0.0.0.0:1"], {}, None, ["listen_address", "--insecure", "--tls-certificate"]),
         (["--listen-address", "[::]:1"], {}, None, ["listen_address"]),
         (["--admin-listen-address", "0.0.0.0:1"], {}, None, ["admin_listen_address", "--insecure"]),
+        (
+            ["--metrics-listen-address", "0.0.0.0:1", "--tls-certificate", "c", "--tls-private-key", "k"],
+            {},
+            None,
+            ["metrics_listen_address", "--insecure"],
+        ),
         (["--listen-address", "example.org:1"], {}, None, ["listen_address"]),
         (["--tls-certificate", "x"], {}, None, ["tls_private_key"]),
         (["--max-num-batched-tokens", "8"], {}, None, ["max_num_batched_tokens", "max_num_sequences"]),
