@@ -125,7 +125,7 @@ class ReferenceScheduler:
         self.num_drafts_dropped = 0
         self.step_start_ns = 0
         self.measured_tokens = 0  # of the step under way
-        self.num_tokens_per_duration = (0, 0)  # decaying sums
+        self.measured = (0, 0, 0)  # steps, their tokens, their nanoseconds
 
     # Requests
 
@@ -158,7 +158,7 @@ class ReferenceScheduler:
 
     def _wait_ns(self, request: Request) -> int:
         """Time for the tokens that go before a new request, as far as past steps tell."""
-        num_measured, duration_ns = self.num_tokens_per_duration
+        _, num_measured, duration_ns = self.measured
         if not num_measured:
             return 0
         num_running = sum(s.prefill_end - s.num_computed for s in self._running() if s.is_prefill)
@@ -220,11 +220,10 @@ class ReferenceScheduler:
         """The last step has taken until now, if it was at least half full and there was no pause after it."""
         duration_ns = self.now_ns - self.step_start_ns
         if self.measured_tokens and duration_ns:
-            num_tokens, total_ns = self.num_tokens_per_duration
-            self.num_tokens_per_duration = (
-                num_tokens - num_tokens // 8 + self.measured_tokens,
-                total_ns - total_ns // 8 + duration_ns,
-            )
+            num_steps, num_tokens, total_ns = self.measured
+            self.measured = (num_steps + 1, num_tokens + self.measured_tokens, total_ns + duration_ns)
+            if num_steps + 1 == 16:
+                self.measured = (8, self.measured[1] // 2, self.measured[2] // 2)
         self.measured_tokens = 0
 
     def _set_draft_budget(self, prefills: list[_Sequence]) -> None:
