@@ -84,6 +84,11 @@ class Request:
     max_draft_tokens: int = 16
     num_outputs: int = 1
 
+    @property
+    def output_keys(self) -> range:
+        """Keys of its outputs."""
+        return range(self.request_key, self.request_key + self.num_outputs)
+
     def output(self, index: int) -> Request:
         """The request of one output alone: with a key and a seed of its own, which do not depend on `num_outputs`.
 

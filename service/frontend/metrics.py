@@ -135,7 +135,8 @@ class Metrics(Collector):
             self._queue_duration.add((timeline.schedule_ns - timeline.tokenize_ns) / 1e9)
         if timeline.first_token_ns is not None:
             self._first_token.add((timeline.first_token_ns - timeline.receive_ns) / 1e9)
-            self._gaps.add_all(timeline.gaps_ns() / 1e9)
+            for delivery in timeline.deliveries:
+                self._gaps.add_all(delivery.gaps_ns() / 1e9)
         self._duration.add((now_ns - timeline.receive_ns) / 1e9)
 
     def _gauges(self) -> Iterator[Metric]:
