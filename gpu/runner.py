@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foreword.gpu.backends.backend import KVCacheShape
-from foreword.gpu.backends.sampling import Samples, SamplingState
+from foreword.gpu.backends.sampling import Samples
+from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
 from foreword.gpu.models.config import ModelConfig
@@ -52,7 +53,7 @@ class ModelRunner:
                 max_blocks_per_sequence=config.max_blocks_per_sequence,
             )
         )
-        self._sampling = SamplingState(config.max_num_sequences)
+        self._sampling = SamplingState(config.max_num_sequences, model.vocab_size)
 
     @property
     def device(self) -> str:
@@ -90,14 +91,16 @@ class ModelRunner:
         Draft tokens are accepted while they equal the token that the model draws in their place.
         """
         start_ns = time.perf_counter_ns()
-        for row, request in plan.admitted:
-            self._sampling.admit(row, request)
+        for a, (row, request) in enumerate(plan.admitted):
+            output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
+            self._sampling.admit(row, request, plan.output_token_ids[output])
         backend = self.decoder.backend
         batch = backend.upload(plan, self.cache)
         logits = self.decoder.logits(batch, self.cache)
         samples = backend.sample(logits, self._sampling.select(plan))
         accepted, failed = accept_drafts(plan, samples)
         token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
+        self._sampling.append(plan, token_offsets, token_ids)
         drafts, draft_state = None, DraftState.DISABLED
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:

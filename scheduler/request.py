@@ -23,6 +23,13 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches this; 1 keeps all.
         min_p: keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
+        typical_p: keep the tokens whose information is closest to the entropy, up to this mass; 1 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and output; 1 for none.
+        frequency_penalty: subtracted from a token's logit for each time it is in the output; 0 for none.
+        presence_penalty: subtracted once from the logit of each token of the output; 0 for none.
+        logit_bias: what is added to the logits of some ids, each named once.
+        allowed_token_ids: the only ids that can be drawn; empty for all.
+        banned_token_ids: ids that cannot be drawn.
         seed: key of the counter-based generator; the token at a position is a pure function of logits, seed and
             position.
     """
@@ -31,6 +38,13 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
     seed: int = 0
 
 

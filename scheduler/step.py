@@ -81,6 +81,9 @@ class StepPlan:
             max_blocks_per_sequence]` block table that changed since the last plan; apply before computing.
         admitted: rows that (re)start with this plan and their requests; the device takes sampling parameters from
             them. A preempted sequence that resumes appears again.
+        output_offsets: `[A + 1]` what admitted row a had generated before, nothing unless it resumes, is
+            `output_token_ids[output_offsets[a]:output_offsets[a + 1]]`.
+        output_token_ids: of all admitted rows.
         num_prefill_sequences: of B, sequences whose prompt is computed, or computed again after a preemption.
         num_prefill_tokens: of T, tokens of those.
         num_preempted: sequences that lost their blocks to others in this plan.
@@ -98,6 +101,8 @@ class StepPlan:
     logits_offsets: Int32Array
     block_table_updates: Int32Array
     admitted: tuple[tuple[int, Request], ...]
+    output_offsets: Int32Array
+    output_token_ids: Int32Array
     num_prefill_sequences: int = 0
     num_prefill_tokens: int = 0
     num_preempted: int = 0

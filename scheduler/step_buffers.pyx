@@ -113,7 +113,9 @@ cdef class StepBuffers:
             self.num_block_table_updates += 1
             s.num_sent_blocks += 1
 
-    cdef object plan(self, object step_id, tuple admitted, int num_preempted):
+    cdef object plan(
+        self, object step_id, tuple admitted, object output_offsets, object output_token_ids, int num_preempted
+    ):
         cdef int num_sequences = self.num_sequences, num_tokens = self.num_tokens
         (
             rows,
@@ -140,6 +142,8 @@ cdef class StepBuffers:
             logits_offsets[: num_sequences + 1],
             block_table_updates[: self.num_block_table_updates],
             admitted,
+            output_offsets,
+            output_token_ids,
             self.num_prefill_sequences,
             self.num_prefill_tokens,
             num_preempted,
