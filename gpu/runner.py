@@ -15,6 +15,8 @@ from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
+from foreword.gpu.guided.grammar import GrammarCompiler, GrammarVocabulary
+from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
@@ -35,13 +37,21 @@ class ModelRunner:
         config: capacities.
         decoder: the model.
         speculator: proposes drafts; `None` when speculation is off.
+        guided_rows: makes outputs follow grammars; `None` where no request has one.
     """
 
-    def __init__(self, config: DeviceConfig, decoder: Decoder[Any], speculator: Speculator | None = None) -> None:
+    def __init__(
+        self,
+        config: DeviceConfig,
+        decoder: Decoder[Any],
+        speculator: Speculator | None = None,
+        guided_rows: GuidedRows | None = None,
+    ) -> None:
         model = decoder.config
         self.config = config
         self.decoder = decoder
         self.speculator = speculator
+        self.guided_rows = guided_rows
         self.cache = decoder.backend.kv_cache(
             KVCacheShape(
                 num_layers=model.num_layers,
@@ -94,17 +104,25 @@ class ModelRunner:
         for a, (row, request) in enumerate(plan.admitted):
             output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
             self._sampling.admit(row, request, plan.output_token_ids[output])
-        backend = self.decoder.backend
+        backend, guided_rows = self.decoder.backend, self.guided_rows
         batch = backend.upload(plan, self.cache)
         logits = self.decoder.logits(batch, self.cache)
-        samples = backend.sample(logits, self._sampling.select(plan))
+        params, constraint_reasons = self._sampling.select(plan), None
+        if guided_rows:
+            guided_rows.admit(plan)
+            params = guided_rows.restrict(plan, params)
+        samples = backend.sample(logits, params)
         accepted, failed = accept_drafts(plan, samples)
+        if guided_rows:
+            constraint_reasons = guided_rows.follow(plan, params, samples, accepted)
         token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
         self._sampling.append(plan, token_offsets, token_ids)
         drafts, draft_state = None, DraftState.DISABLED
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
             drafts = self.speculator.follow(plan, token_offsets, token_ids, model_end_ns - start_ns)
+            if guided_rows and drafts:
+                drafts = guided_rows.cut(plan, drafts)
             draft_state = self.speculator.state
             draft_end_ns = time.perf_counter_ns()
         return StepResult(
@@ -117,6 +135,7 @@ class ModelRunner:
             model_duration_ns=model_end_ns - start_ns,
             drafts=drafts,
             draft_state=draft_state,
+            constraint_reasons=constraint_reasons,
         )
 
 
@@ -148,7 +167,10 @@ def _token_offsets(plan: StepPlan, accepted: BoolArray) -> Int32Array:
 
 
 def load_runner(
-    config: DeviceConfig, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None
+    config: DeviceConfig,
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int], None] | None = None,
+    vocabulary: GrammarVocabulary | None = None,
 ) -> ModelRunner:
     """Put a checkpoint's model on a device.
 
@@ -156,6 +178,7 @@ def load_runner(
         config: capacities and number format.
         checkpoint: the model.
         progress: called with (tensors loaded, tensors in all).
+        vocabulary: of the model; without one, no request can have a grammar.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -174,7 +197,8 @@ def load_runner(
         backend.use_tiles()
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
-    return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size))
+    guided_rows = GuidedRows(GrammarCompiler(vocabulary), config.num_threads) if vocabulary else None
+    return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size), guided_rows)
 
 
 def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:

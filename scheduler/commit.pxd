@@ -19,6 +19,8 @@ cdef enum:  # step.FinishReason
     DEADLINE = 5
     CANCELLED = 6
     FAILED = 7
+    CONSTRAINT_COMPLETE = 8
+    CONSTRAINT_STUCK = 9
 
 
 # Take sequence b's part of a result into its state and add its record to the update.

@@ -74,6 +74,10 @@ cdef void commit(Sequence* s, StepBuffers step, int b, int max_model_len) noexce
     )
     if step.result_failed[b]:
         s.update.finish_reason = FAILED
+    if step.constraint_reasons != NULL and step.constraint_reasons[b] and s.update.num_tokens == num_accepted:
+        # The same token may be an end token, which comes first, or the last one there is room for.
+        if s.update.finish_reason != EOS and s.update.finish_reason != STOP_TOKEN:
+            s.update.finish_reason = step.constraint_reasons[b]
     s.update.num_drafted = s.num_draft
     s.update.num_accepted = min(s.update.num_tokens, max(num_accepted - 1, 0))
     s.num_computed = end - s.num_draft + s.update.num_accepted

@@ -439,6 +439,11 @@ class ReferenceScheduler:
         token_ids = [] if result is None else result.token_ids.tolist()
         logprobs = [] if result is None else result.logprobs.tolist()
         failed = [] if result is None else result.failed.tolist()
+        constraint_reasons = [0] * len(failed)
+        if result is not None and result.constraint_reasons is not None:
+            constraint_reasons = result.constraint_reasons.tolist()
+        if len(constraint_reasons) != len(failed):
+            raise ValueError("wrong shape")
         drafts = None if result is None else result.drafts
         self._check_result(offsets, token_ids, failed)
         self._check_drafts(drafts, offsets)
@@ -450,7 +455,7 @@ class ReferenceScheduler:
             if s.finish_reason:
                 continue
             start, end = offsets[b], offsets[b + 1]
-            record = self._commit(s, token_ids[start:end], failed[b])
+            record = self._commit(s, token_ids[start:end], failed[b], constraint_reasons[b])
             self.waiting.charge(s, record[2])
             if s.num_computed >= s.num_prompt or s.finish_reason:
                 self._queue_followers(s)
@@ -488,7 +493,7 @@ class ReferenceScheduler:
             return DraftState.ACTIVE
         return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
 
-    def _commit(self, s: _Sequence, accepted: list[int], failed: bool) -> tuple[int, ...]:
+    def _commit(self, s: _Sequence, accepted: list[int], failed: bool, constraint_reason: int) -> tuple[int, ...]:
         kind = StepKind.PREFILL if s.is_prefill else StepKind.VERIFY if s.drafts else StepKind.DECODE
         num_drafted = len(s.drafts)
         start, end = s.num_computed, s.num_computed + s.num_scheduled
@@ -504,6 +509,9 @@ class ReferenceScheduler:
                 break
         if failed:
             s.finish_reason = FinishReason.FAILED
+        is_stopped = s.finish_reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        if constraint_reason and num_kept == len(accepted) and not is_stopped:
+            s.finish_reason = FinishReason(constraint_reason)
         num_accepted = min(num_kept, max(0, len(accepted) - 1))
         s.num_computed = end - num_drafted + num_accepted
         s.num_computed_max = max(s.num_computed_max, s.num_computed)

@@ -81,6 +81,7 @@ class Request:
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
+        grammar: that the output follows, in the device's notation; empty for none.
         num_outputs: sequences, all from this prompt; at least 1.
     """
 
@@ -96,6 +97,7 @@ class Request:
     bypass_prefix_cache: bool = False
     want_logprobs: bool = False
     max_draft_tokens: int = 16
+    grammar: str = ""
     num_outputs: int = 1
 
     @property

@@ -47,6 +47,8 @@ class FinishReason(IntEnum):
     DEADLINE = 5
     CANCELLED = 6
     FAILED = 7  # the device reported the sequence as failed (its logits were not finite), or it cannot get a block
+    CONSTRAINT_COMPLETE = 8  # its grammar allows nothing further
+    CONSTRAINT_STUCK = 9  # its grammar allows no token that may be drawn, or became too complex to follow
 
 
 class DraftState(IntEnum):
@@ -143,7 +145,9 @@ class StepResult:
         token_ids: `[N]`.
         logprobs: `[N]` log probability of each token under the model's own distribution; zero where the request did
             not ask.
-        failed: `[B]` true where logits were not finite; such a sequence has no tokens.
+        failed: `[B]` true where no token could be drawn; such a sequence has no tokens.
+        constraint_reasons: `[B]` `FinishReason.CONSTRAINT_COMPLETE` where the grammar ends behind the last token,
+            `CONSTRAINT_STUCK` where it is why no token could be drawn, otherwise `NONE`; None for all none.
         draft_duration_ns: time spent proposing.
         model_duration_ns: time spent in the target model and sampling.
         drafts: proposals for the next step; None for none at all.
@@ -159,6 +163,7 @@ class StepResult:
     model_duration_ns: int = 0
     drafts: Drafts | None = None
     draft_state: DraftState = DraftState.NO_DRAFTER
+    constraint_reasons: Int32Array | None = None
 
 
 SEQUENCE_UPDATE = np.dtype(

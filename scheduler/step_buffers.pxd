@@ -35,6 +35,7 @@ cdef class StepBuffers:
     cdef const int32_t* result_token_ids
     cdef const float* result_logprobs
     cdef const char* result_failed
+    cdef const int32_t* constraint_reasons  # NULL without any
     cdef const int32_t* draft_offsets  # NULL without drafts
     cdef const int32_t* draft_token_ids
 

@@ -164,6 +164,13 @@ cdef class StepBuffers:
         self.result_token_ids = int32_data(token_ids)
         self.result_logprobs = <float*>cnp.PyArray_DATA(logprobs)
         self.result_failed = <char*>cnp.PyArray_DATA(failed)
+        self.constraint_reasons = NULL
+        if result.constraint_reasons is not None:
+            self.constraint_reasons = int32_data(
+                checked(
+                    "result.constraint_reasons", result.constraint_reasons, cnp.NPY_INT32, "int32", num_sequences
+                )
+            )
 
         cdef int b, num_accepted, num_logits
         if self.result_offsets[0] != 0 or self.result_offsets[num_sequences] != num_tokens:

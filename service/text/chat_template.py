@@ -11,24 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from io import BufferedRWPair
-from pathlib import Path
-from typing import Any
 
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate
 from foreword.scheduler.errors import InvalidField
 from foreword.service.text import template_process
+from foreword.service.text.bounded_process import BoundedProcess, HelperFailed
 from foreword.service.text.tokenizer import spelling_pattern
 
 FIELD = "chat"
-START_LIMIT_S = 30.0
 MARKS = [chr(point) for point in range(0xFDD0, 0xFDF0)]  # noncharacters, which have no meaning in a text
 ROLE = re.compile(r"\w{1,64}")
 
@@ -63,11 +55,11 @@ class ChatRenderer:
         self._spellings_in_any_case = spelling_pattern(self._special_tokens, re.IGNORECASE)
         self._beginnings = _characters(token[0] for token in self._special_tokens)
         self._edges = _characters(edge for token in self._special_tokens for edge in (token[0], token[-1]))
-        self._process = _TemplateProcess(template.source, time_limit_s)
+        self._process = BoundedProcess(template_process.__file__, {"source": template.source}, time_limit_s)
 
     def start(self) -> None:
         """Start the process now. A template that does not compile shows when a conversation is rendered."""
-        with contextlib.suppress(InvalidField):
+        with contextlib.suppress(HelperFailed):
             self._process.start()
 
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[str]:
@@ -94,19 +86,21 @@ class ChatRenderer:
         variants = [[self._broken_up(message.content, mark) for message in messages]]
         if any(self._is_suspicious(message.content) for message in messages):
             variants.append([self._incapable(message.content, mark) for message in messages])
-        texts = self._process.render(
-            [
-                {
-                    "messages": [
-                        {"role": message.role, "content": content}
-                        for message, content in zip(messages, contents, strict=True)
-                    ],
-                    "add_generation_prompt": add_generation_prompt,
-                    **self._variables,
-                }
-                for contents in variants
-            ]
-        )
+        renderings = [
+            {
+                "messages": [
+                    {"role": message.role, "content": content}
+                    for message, content in zip(messages, contents, strict=True)
+                ],
+                "add_generation_prompt": add_generation_prompt,
+                **self._variables,
+            }
+            for contents in variants
+        ]
+        try:
+            texts: list[str] = self._process.ask({"renderings": renderings})["texts"]
+        except HelperFailed as failure:
+            raise InvalidField(FIELD, f"the chat template {failure}") from None
         rendered, *checks = [self._spellings.split(text) for text in texts]
         if any(check[1::2] != rendered[1::2] for check in checks):
             raise InvalidField(
@@ -136,81 +130,3 @@ def _characters(characters: Iterable[str]) -> re.Pattern[str]:
     """Match any of these characters in either case."""
     escaped = "".join(map(re.escape, sorted(set(characters))))
     return re.compile(f"[{escaped}]" if escaped else "(?!)", re.IGNORECASE)
-
-
-class _TemplateProcess:
-    """The process that runs the template: started when needed, killed when it takes too long."""
-
-    def __init__(self, source: str, time_limit_s: float) -> None:
-        self._source = source
-        self._time_limit_s = time_limit_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._stream: BufferedRWPair | None = None
-
-    def render(self, renderings: list[dict[str, Any]]) -> list[str]:
-        """Render with each set of variables."""
-        with self._lock:
-            self._start()
-            texts: list[str] = self._ask({"renderings": renderings}, self._time_limit_s)["texts"]
-        return texts
-
-    def start(self) -> None:
-        with self._lock:
-            self._start()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stop()
-
-    def _start(self) -> None:
-        if self._process is not None:
-            return
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(template_process.__file__))],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-            )
-        self._stream = self._connection.makefile("rwb")
-        try:
-            self._ask({}, START_LIMIT_S)
-            self._ask({"source": self._source}, self._time_limit_s)
-        except InvalidField:
-            self._stop()
-            raise
-
-    def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        assert self._connection is not None
-        assert self._stream is not None
-        deadline = time.monotonic() + limit_s
-        answer = None
-        try:
-            self._connection.settimeout(limit_s)
-            template_process.write_message(self._stream, message)
-            self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            answer = template_process.read_message(self._stream)
-        except OSError:
-            pass  # the process is gone or late, told apart below
-        finally:
-            if answer is None:
-                self._stop()
-        if answer is None and time.monotonic() >= deadline:
-            raise InvalidField(FIELD, f"the chat template did not finish within {limit_s:g} s")
-        if answer is None:
-            raise InvalidField(FIELD, "the chat template ended its process")
-        if "error" in answer:
-            raise InvalidField(FIELD, f"the chat template failed: {answer['error']}")
-        return answer
-
-    def _stop(self) -> None:
-        for resource in (self._stream, self._connection):
-            if resource is not None:
-                with contextlib.suppress(OSError):  # what is still to be sent has no reader
-                    resource.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._process = self._connection = self._stream = None

@@ -1,25 +1,16 @@
 """A process that renders one chat template, run as a script with a socket as its standard input.
 
 A template is a program that came with a model. The sandbox keeps it away from Python; a process of its own bounds what
-a sandbox cannot: memory by a limit of the operating system, and time by being killed.
+a sandbox cannot: memory by a limit of the operating system, and time by being killed (see `bounded_process`).
 
-Each message is a 4-byte big-endian length and JSON, and each is answered by one. The empty message is answered as soon
-as the process is up, one with `source` sets the template, one with `renderings` asks for their texts. An answer with
-`error` says what went wrong.
+A message with `source` sets the template, one with `renderings` asks for their texts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import resource
-import signal
-import socket
-import struct
-import sys
 from datetime import datetime
-from io import BufferedRWPair
-from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
@@ -27,10 +18,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from foreword.service.text.bounded_process import Json, serve
+
 MAX_MEMORY_BYTES = 512 << 20
 MAX_TEXT_LENGTH = 8 << 20
-
-Json = dict[str, Any]
 
 
 class GenerationTag(Extension):
@@ -112,30 +103,9 @@ class TemplateServer:
         return {}
 
 
-def read_message(stream: BufferedRWPair) -> Json | None:
-    """Read one message, None at the end of the stream."""
-    header = stream.read(4)
-    if len(header) < 4:
-        return None
-    message: Json = json.loads(stream.read(struct.unpack(">I", header)[0]))
-    return message
-
-
-def write_message(stream: BufferedRWPair, message: Json) -> None:
-    """Write one message."""
-    body = json.dumps(message).encode()
-    stream.write(struct.pack(">I", len(body)) + body)
-    stream.flush()
-
-
 def main() -> None:
     """Serve until the other side closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's business
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rwb") as stream:
-        server = TemplateServer()
-        while (message := read_message(stream)) is not None:
-            write_message(stream, server.answer(message))
+    serve(TemplateServer().answer, MAX_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,15 @@ def build_result(
     failed: tuple[int, ...] = (),
     default: int = 7,
     drafts: Mapping[int, list[int]] | None = None,
+    constraint_reasons: Mapping[int, int] | None = None,
 ) -> StepResult:
     """Answer a plan: the tokens of some sequences (by index in the plan), a default one for all others that owe one.
 
     `drafts` proposes tokens for the next step, by index in the plan as well.
     """
+    reasons = None if constraint_reasons is None else np.zeros(plan.num_sequences, np.int32)
+    for b, reason in (constraint_reasons or {}).items():
+        reasons[b] = reason
     owes = np.diff(plan.logits_offsets) > 0
     rows = [
         [] if b in failed else (tokens or {}).get(b, [default] if owes[b] else []) for b in range(plan.num_sequences)
@@ -61,6 +65,7 @@ def build_result(
         logprobs=-token_ids.astype(np.float32),
         failed=np.isin(np.arange(plan.num_sequences), failed),
         drafts=None if drafts is None else build_drafts([drafts.get(b, []) for b in range(plan.num_sequences)]),
+        constraint_reasons=reasons,
     )
 
 

@@ -1,5 +1,6 @@
 """Where a run of accepted tokens ends a sequence."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -115,3 +116,53 @@ def test_a_failed_sequence_ends_alone(new_scheduler: Callable, new_request: Call
     assert update.sequences["finish_reason"].tolist() == [0, FinishReason.FAILED, 0]
     assert update.sequences["num_tokens"].tolist() == [1, 0, 1]
     assert np.array_equal(step(scheduler)[0].rows, [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("run", "max_output", "reason"),
+    [
+        ([OTHER, OTHER], 20, FinishReason.CONSTRAINT_COMPLETE),
+        ([OTHER, OTHER], 3, FinishReason.CONSTRAINT_COMPLETE),  # the last token there is room for as well
+        ([OTHER, EOS], 20, FinishReason.EOS),
+        ([OTHER, STOP], 20, FinishReason.STOP_TOKEN),
+        ([STOP, OTHER], 20, FinishReason.STOP_TOKEN),
+    ],
+)
+def test_token_order_decides_between_a_constraint_and_other_ends(
+    new_scheduler: Callable,
+    new_request: Callable,
+    step: Callable,
+    run: list[int],
+    max_output: int,
+    reason: FinishReason,
+) -> None:
+    scheduler = new_scheduler(num_blocks=16, block_size=4, max_model_len=40)
+    scheduler.add(new_request(0, 3, max_output, eos_token_ids=(EOS,), stop_token_ids=(STOP,)), 0)
+    step(scheduler, drafts={0: [OTHER]})
+    reasons = {0: FinishReason.CONSTRAINT_COMPLETE}
+    update = step(scheduler, tokens={0: run}, constraint_reasons=reasons)[1]
+    assert update.sequences["finish_reason"].tolist() == [reason]
+    assert update.sequences["num_tokens"].tolist() == [1 if run[0] == STOP else 2]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CONSTRAINT_STUCK, FinishReason.CONSTRAINT_COMPLETE])
+def test_a_constraint_can_be_why_no_token_came_out(
+    new_scheduler: Callable, new_request: Callable, step: Callable, reason: FinishReason
+) -> None:
+    scheduler = new_scheduler(num_blocks=16, block_size=4)
+    for key in range(2):
+        scheduler.add(new_request(key, 3, 20), 0)
+    update = step(scheduler, failed=(1,), constraint_reasons={1: reason})[1]
+    assert update.sequences["finish_reason"].tolist() == [0, reason]
+    assert update.sequences["num_tokens"].tolist() == [1, 0]
+    assert np.array_equal(step(scheduler)[0].rows, [0])
+
+
+def test_constraint_reasons_have_an_entry_for_each_sequence(
+    new_scheduler: Callable, new_request: Callable, result_of: Callable
+) -> None:
+    scheduler = new_scheduler(num_blocks=16, block_size=4)
+    scheduler.add(new_request(0, 3, 20), 0)
+    result = result_of(scheduler.schedule(1))
+    with pytest.raises(ValueError):  # noqa: PT011 - the reference's message is its own
+        scheduler.apply(dataclasses.replace(result, constraint_reasons=np.zeros(2, np.int32)))

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from foreword.service.text import template_process
-from foreword.service.text.template_process import TemplateServer, read_message, tojson, write_message
+from foreword.service.text.bounded_process import read_message, write_message
+from foreword.service.text.template_process import TemplateServer, tojson
 
 
 def test_messages_survive_the_wire() -> None:

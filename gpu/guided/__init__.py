@@ -1,0 +1,1 @@
+"""Outputs that follow a grammar: which tokens may come next at every position."""

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.gpu.backends.sampling_state import SamplingState
+from foreword.gpu.guided.grammar import GrammarCompiler
+from foreword.gpu.guided.guide import GuidedRows
+from foreword.scheduler.request import Request, SamplingParams, StoppingParams
+from foreword.scheduler.step import Drafts, FinishReason, StepPlan
+from tests.gpu.guided.conftest import EOS, TURN, VOCAB_SIZE, encode
+
+AB = 131
+STAR = "start: /a*b?/"
+JSON = (
+    '{"grammars": [{"json_schema": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}}]}'
+)
+
+
+class Rows:
+    """Guided rows with the plans of one sequence a row, each decoding with drafts."""
+
+    def __init__(self, compiler: GrammarCompiler, plan_writer: Callable[..., Any]) -> None:
+        self.writer = plan_writer()
+        self.state = SamplingState(8, VOCAB_SIZE)
+        self.guided = GuidedRows(compiler, 1)
+
+    def step(
+        self,
+        work: Mapping[int, Sequence[int]],
+        admitted: Sequence[tuple[int, Request]] = (),
+        outputs: Mapping[int, Sequence[int]] | None = None,
+    ) -> tuple[StepPlan, SamplingBatch]:
+        """Plan a token and drafts for rows; the plan and what may be drawn."""
+        plan = self.writer.plan([(row, ids, len(ids)) for row, ids in work.items()], admitted, outputs)
+        for row, request in plan.admitted:
+            self.state.admit(row, request)
+        self.guided.admit(plan)
+        return plan, self.guided.restrict(plan, self.state.select(plan))
+
+    def draw(
+        self, plan: StepPlan, params: SamplingBatch, token_ids: Sequence[int], failed: Sequence[int] = ()
+    ) -> tuple[list[bool], list[int]]:
+        """What is accepted of drawn tokens that equal their drafts, and the constraint reasons."""
+        has_failed = np.isin(np.arange(len(token_ids)), failed)
+        samples = Samples(np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32), has_failed)
+        accepted = ~has_failed
+        reasons = self.guided.follow(plan, params, samples, accepted)
+        assert reasons is not None
+        return accepted.tolist(), reasons.tolist()
+
+
+@pytest.fixture
+def rows(compiler: GrammarCompiler, plan_writer: Callable[..., Any]) -> Rows:
+    return Rows(compiler, plan_writer)
+
+
+def request(grammar: str, **fields: Any) -> Request:
+    sampling = {name: fields.pop(name) for name in ("allowed_token_ids", "banned_token_ids") if name in fields}
+    stopping = StoppingParams(**({"max_output_tokens": 32, "eos_token_ids": (EOS,)} | fields))
+    return Request(0, np.array([1], np.int32), stopping, SamplingParams(**sampling), grammar=grammar)
+
+
+def allowed(params: SamplingBatch, position: int) -> set[int] | None:
+    index = params.masks.index[position]
+    if index < 0:
+        return None
+    bits = np.unpackbits(params.masks.words[index].view(np.uint8), bitorder="little")
+    assert not bits[VOCAB_SIZE:].any()
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_only_rows_with_a_grammar_are_restricted(rows: Rows) -> None:
+    plan, params = rows.step({0: [1], 1: [1], 2: [1]}, [(0, request("")), (1, request(STAR)), (2, request(""))])
+    assert [allowed(params, i) for i in range(3)] == [None, {*encode("ab"), AB, EOS}, None]
+    assert params.temperature.shape == (3,)
+    assert plan.num_sequences == 3
+
+
+def test_every_draft_position_has_the_mask_of_the_tokens_before_it(rows: Rows) -> None:
+    plan, params = rows.step({0: [1, *encode("aab")]}, [(0, request(STAR))])
+    everything = {*encode("ab"), AB, EOS}
+    assert [allowed(params, i) for i in range(4)] == [everything, everything, everything, {EOS}]
+    rows.draw(plan, params, [*encode("aa"), 0, 0], failed=[2, 3])
+    _, params = rows.step({0: [97]})
+    assert allowed(params, 0) == everything  # behind "aa", as if the other drafts had never been
+
+
+def test_positions_behind_a_draft_that_breaks_the_grammar_allow_nothing(rows: Rows) -> None:
+    _, params = rows.step({0: [1, *encode("ba")]}, [(0, request(STAR))])
+    assert [allowed(params, i) for i in range(3)] == [{*encode("ab"), AB, EOS}, {EOS}, set()]
+
+
+def test_an_end_token_may_be_drawn_only_where_the_grammar_may_end(rows: Rows) -> None:
+    _, params = rows.step({0: [1, *encode("ab")]}, [(0, request("start: /a+b/"))])
+    assert [EOS in (allowed(params, i) or ()) for i in range(3)] == [False, False, True]
+
+
+def test_end_tokens_are_those_of_the_request(rows: Rows) -> None:
+    requests = [(0, request(STAR, eos_token_ids=(), stop_token_ids=(TURN, 99))), (1, request(STAR, eos_token_ids=()))]
+    _, params = rows.step({0: [1], 1: [1]}, requests)
+    assert allowed(params, 0) == {*encode("ab"), AB, TURN}  # 99 is text, which the grammar does not allow
+    assert allowed(params, 1) == {*encode("ab"), AB}
+
+
+def test_a_grammar_mask_and_the_requests_own_are_both_in_effect(rows: Rows) -> None:
+    _, params = rows.step(
+        {0: [1], 1: [1]}, [(0, request(STAR, banned_token_ids=(97,))), (1, request("", banned_token_ids=(5,)))]
+    )
+    assert allowed(params, 0) == {98, AB, EOS}
+    assert allowed(params, 1) == set(range(VOCAB_SIZE)) - {5}
+
+
+def test_a_complete_grammar_ends_the_output_and_takes_back_what_follows(rows: Rows) -> None:
+    plan, params = rows.step({0: [1, *encode("ab")]}, [(0, request("start: /ab/"))])
+    accepted, reasons = rows.draw(plan, params, [*encode("ab"), EOS])
+    assert accepted == [True, True, False]
+    assert reasons == [FinishReason.CONSTRAINT_COMPLETE]
+
+
+def test_no_mask_is_asked_for_after_the_finish(rows: Rows) -> None:
+    plan, params = rows.step({0: [1]}, [(0, request("start: /a/"))])
+    assert rows.draw(plan, params, [97])[1] == [FinishReason.CONSTRAINT_COMPLETE]
+    _, params = rows.step({0: [97]})
+    assert allowed(params, 0) is None
+
+
+def test_an_end_token_is_the_schedulers_to_judge(rows: Rows) -> None:
+    plan, params = rows.step({0: [1]}, [(0, request(STAR))])
+    assert rows.draw(plan, params, [EOS]) == ([True], [FinishReason.NONE])
+
+
+def test_conflicting_constraints_are_told_apart_from_bad_logits(rows: Rows) -> None:
+    plan, params = rows.step(
+        {0: [1], 1: [1], 2: [1]},
+        [
+            (0, request("start: /ab/", allowed_token_ids=(99,))),
+            (1, request("start: /ab/")),
+            (2, request("start: /a*/", allowed_token_ids=(98,), eos_token_ids=())),
+        ],
+    )
+    assert allowed(params, 0) == set()
+    _, reasons = rows.draw(plan, params, [0, 0, 0], failed=[0, 1, 2])
+    assert reasons == [FinishReason.CONSTRAINT_STUCK, FinishReason.NONE, FinishReason.CONSTRAINT_COMPLETE]
+
+
+def test_min_output_tokens_do_not_hold_up_a_complete_grammar(rows: Rows) -> None:
+    plan, params = rows.step({0: [1]}, [(0, request("start: /a/", min_output_tokens=5))])
+    assert rows.draw(plan, params, [97])[1] == [FinishReason.CONSTRAINT_COMPLETE]
+
+
+def test_a_sequence_that_resumes_stands_behind_its_output(rows: Rows) -> None:
+    _, params = rows.step({0: [1]}, [(0, request(JSON))], {0: encode('{"x": tr')})
+    assert allowed(params, 0) == {ord("u")}
+
+
+@pytest.mark.parametrize(
+    ("draft", "kept"),
+    [("ab", 2), ("aab", 3), ("aba", 2), ("b", 1), ("ba", 1), ("x", 0), ("axb", 1)],
+)
+def test_drafts_are_cut_where_the_grammar_forbids_them(rows: Rows, draft: str, kept: int) -> None:
+    plan, params = rows.step({0: [1], 1: [1]}, [(0, request(STAR)), (1, request(""))])
+    rows.draw(plan, params, [97, 97])
+    drafts = encode(draft)
+    cut = rows.guided.cut(
+        plan, Drafts(np.array([0, len(drafts), len(drafts) + 2], np.int32), np.array([*drafts, 7, 8], np.int32))
+    )
+    assert cut is not None
+    assert cut.offsets.tolist() == [0, kept, kept + 2]
+    assert cut.token_ids.tolist() == [*drafts[:kept], 7, 8]
+    assert allowed(rows.step({0: [97]})[1], 0) == {*encode("ab"), AB, EOS}  # cutting moves nothing
+
+
+def test_drafts_stop_before_an_end_token(rows: Rows) -> None:
+    plan, params = rows.step({0: [1]}, [(0, request(STAR))])
+    rows.draw(plan, params, [97])
+    cut = rows.guided.cut(plan, Drafts(np.array([0, 3], np.int32), np.array([97, EOS, EOS], np.int32)))
+    assert cut is not None
+    assert cut.token_ids.tolist() == [97]
+    assert rows.guided.cut(plan, Drafts(np.array([0, 1], np.int32), np.array([EOS], np.int32))) is None
+
+
+TOO_COMPLEX = "start: /((a{0,1000}){0,1000}){0,1000}/"  # once the output has 41 letters
+
+
+def test_a_grammar_that_becomes_too_complex_behind_a_draft_fails_only_there(rows: Rows) -> None:
+    plan, params = rows.step({0: [1, *encode("a" * 60)]}, [(0, request(TOO_COMPLEX))])
+    masks = [allowed(params, i) for i in range(61)]
+    assert masks[0] == {97, EOS}
+    assert masks[60] == set()
+    rows.draw(plan, params, [97] * 61, failed=range(1, 61))
+    for _ in range(5):
+        plan, params = rows.step({0: [97]})
+        assert allowed(params, 0) == {97, EOS}
+        rows.draw(plan, params, [97])
+
+
+def test_a_grammar_that_became_too_complex_is_stuck_and_its_neighbours_go_on(rows: Rows) -> None:
+    requests = [(0, request(TOO_COMPLEX)), (1, request(TOO_COMPLEX)), (2, request(STAR))]
+    plan, params = rows.step({0: [1], 1: [1], 2: [1]}, requests)
+    for _ in range(200):
+        if not allowed(params, 0):
+            break
+        rows.draw(plan, params, [97, 97, 97][: plan.num_sequences])
+        plan, params = rows.step({0: [97], 2: [97]})
+    assert allowed(params, 0) == set()
+    assert allowed(params, 1) == {*encode("ab"), AB, EOS}
+    assert rows.draw(plan, params, [0, 97], failed=[0])[1] == [FinishReason.CONSTRAINT_STUCK, FinishReason.NONE]
+    _, params = rows.step({1: [97]})
+    assert allowed(params, 0) == {97, EOS}
