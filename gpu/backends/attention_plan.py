@@ -1,10 +1,11 @@
 """The work list of the attention kernels: who computes which rows over which part of their context.
 
 A sequence with Q tokens in the step has Q * group query rows for each KV head, token-major. They are cut into tiles: of
-`NARROW_ROWS` rows, which one warp computes, or of `wide_rows` rows, which a block computes. A tile's context is cut into
-splits of `SPLIT` tokens, always at multiples of it. A tile is one item that covers all its splits, or an item a split
-with partial results that `merge_splits` folds. Each row's bits are the same in every case (gpu/kernels/attention.cuh), so
-the plan may look at the whole batch: it decides how long a step takes, never what it computes.
+`NARROW_ROWS` rows, which one warp computes, or of `wide_rows` rows, which a block computes. A tile's context is cut
+into splits of `SPLIT` tokens, always at multiples of it. A tile is one item that covers all its splits, or an item a
+split with partial results that `merge_splits` folds. Each row's bits are the same in every case
+(gpu/kernels/attention.cuh), so the plan may look at the whole batch: it decides how long a step takes, never what it
+computes.
 
 Sources: Ye et al., "FlashInfer" (2025); Dao et al., "Flash-Decoding" (2023).
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreword.scheduler.step import Int32Array
+from foreword.scheduler.step import BoolArray, Int32Array, Int64Array
 
 SPLIT = 256
 """Tokens in a split: kSplit of gpu/kernels/attention.cuh."""
@@ -92,14 +93,11 @@ class AttentionPlanner:
         num_splits = split_end - split_begin
 
         order = np.argsort(-num_splits, kind="stable")
-        tiles = np.stack(
-            [query_offsets[sequence], query_lens[sequence], context_lens[sequence], rows[sequence], first_row]
-            + [split_begin, split_end, size],
-            axis=1,
-        ).astype(np.int32)[order]
-        return self._assign(tiles, is_wide[sequence][order])
+        columns = [query_offsets[sequence], query_lens[sequence], context_lens[sequence], rows[sequence]]
+        columns += [first_row, split_begin, split_end, size]
+        return self._assign(np.stack(columns, axis=1).astype(np.int32)[order], is_wide[sequence][order])
 
-    def _assign(self, tiles: Int32Array, is_wide: np.ndarray) -> AttentionPlan:
+    def _assign(self, tiles: Int32Array, is_wide: BoolArray) -> AttentionPlan:
         """Cut long tiles into splits as far as the workspace goes; `tiles` end with split_begin, split_end, size."""
         split_begin, split_end, size = tiles[:, 5], tiles[:, 6], tiles[:, 7]
         num_splits = split_end - split_begin
@@ -133,7 +131,7 @@ class AttentionPlanner:
         )
 
 
-def _counts_up(counts: np.ndarray) -> np.ndarray:
+def _counts_up(counts: Int64Array) -> Int64Array:
     """0, 1, .. count - 1 for each count, one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    ends = np.cumsum(counts, dtype=np.int64)
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(ends - counts, counts)
