@@ -3,13 +3,13 @@
 //   q            [T, q_stride], a token's heads first: head h at h * D
 //   k, v cache   [num_blocks, kv_heads, BLOCK, D]
 //   block_table  int32 [rows, max_blocks]; entries past a sequence's tokens are never read
-//   items        AttentionItem [count[0]]: tiles of ROWS rows
+//   items        AttentionItem [count[0]]: tiles of WARPS * 16 rows
 //   out          [T, kv_heads * group * D]
 //   partial_out  float [partial rows, kv_heads, D]; partial_stats float2 [partial rows, kv_heads]: (max, sum)
 //
-// Grid: any number of blocks of WARPS warps; work (item, KV head) goes round. Two shapes of a tile:
-//   narrow  a warp alone, 16 rows: few rows, and bandwidth counts. No two warps wait for each other.
-//   wide    the warps of a block, 16 rows each, on the same keys and values in shared memory: prompt chunks.
+// Grid: any number of blocks of WARPS warps; work (item, KV head) goes round. A tile has 16 rows for each warp:
+//   WARPS = 1  decode and verification: few rows, bandwidth counts, and no two warps wait for each other
+//   WARPS > 1  prompt chunks: all warps work on the same keys and values in shared memory
 // A warp walks its tokens in steps of 32: scores (16 x 32) = q k^T, running softmax in registers, out (16 x D) += p v,
 // all by mma.m16n8k16. Keys and values come by cp.async into a ring of two stages, rows padded by 16 bytes so that
 // ldmatrix meets no bank conflict. At the end of each split the state is folded (attention.cuh) or written as a partial.
@@ -169,24 +169,17 @@ template <typename T, int D> struct RowTile {
     }
 };
 
-// Shared memory of those who work on one item: a warp, or a block when WIDE.
-template <typename T, int D, int WARPS, bool WIDE> struct Team {
-    static constexpr int ROWS = WIDE ? WARPS * 16 : 16, THREADS = WIDE ? WARPS * 32 : 32;
-    static constexpr int STAGE = WIDE && D <= 128 ? 64 : 32, ROW = D + 8;
+// A block's shared memory.
+template <typename T, int D, int WARPS> struct Shared {
+    static constexpr int STAGE = WARPS > 1 && D <= 128 ? 64 : 32, ROW = D + 8;
     T keys[2][STAGE][ROW], values[2][STAGE][ROW];
-    T queries[RowTile<T, D>::RESIDENT ? 1 : ROWS][ROW];  // scratch of RowTile
-    float total[THREADS / 32][D / 8][4][32];  // splits folded so far; each thread reads and writes its own
-
-    static __device__ __forceinline__ void sync() {
-        if constexpr (WIDE) __syncthreads();
-        else __syncwarp();
-    }
+    T queries[RowTile<T, D>::RESIDENT ? 1 : WARPS * 16][ROW];  // scratch of RowTile
+    float total[WARPS][D / 8][4][32];  // splits folded so far; each thread reads and writes its own
 
     // Start copying the keys and values of token..token + STAGE - 1; zeros outside the range.
     template <int BLOCK>
     __device__ __forceinline__ void fetch(int stage, int token, TokenRange range, const T* k_cache, const T* v_cache,
                                           const int* blocks, int kv_heads, int head) {
-        const int thread = threadIdx.x % THREADS;
 #pragma unroll
         for (int b = 0; b < STAGE; b += BLOCK) {
             const int first = token + b;
@@ -194,7 +187,7 @@ template <typename T, int D, int WARPS, bool WIDE> struct Team {
             const int block = used ? __ldg(blocks + first / BLOCK) : 0;
             const size_t base = ((size_t)block * kv_heads + head) * BLOCK * D;
 #pragma unroll
-            for (int c = thread; c < BLOCK * D / 8; c += THREADS) {
+            for (int c = threadIdx.x; c < BLOCK * D / 8; c += WARPS * 32) {
                 const int t = c / (D / 8), d = c % (D / 8) * 8;
                 const bool on = first + t >= range.begin && first + t < range.end;
                 copy_async(&keys[stage][b + t][d], k_cache + base + c * 8, on);
@@ -204,52 +197,55 @@ template <typename T, int D, int WARPS, bool WIDE> struct Team {
     }
 };
 
-template <typename T, int D, int BLOCK, int WARPS, bool WIDE>
+template <int WARPS> __device__ __forceinline__ void sync_block() {
+    if constexpr (WARPS > 1) __syncthreads();
+    else __syncwarp();
+}
+
+template <typename T, int D, int BLOCK, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, 1)
 paged_attention(const T* __restrict__ q, const T* __restrict__ k_cache, const T* __restrict__ v_cache,
                 const int* __restrict__ block_table, const AttentionItem* __restrict__ items, const int* __restrict__ count,
                 T* __restrict__ out, float* __restrict__ partial_out, float2* __restrict__ partial_stats, int kv_heads,
                 int group, int max_blocks, int q_stride, int window, float scale_log2, float soft_cap) {
-    using Shared = Team<T, D, WARPS, WIDE>;
-    constexpr int STAGE = Shared::STAGE;
+    constexpr int STAGE = Shared<T, D, WARPS>::STAGE;
     static_assert(D % 16 == 0 && STAGE % BLOCK == 0 && kSplit % STAGE == 0, "");
     extern __shared__ __align__(16) unsigned char memory[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Shared& team = reinterpret_cast<Shared*>(memory)[WIDE ? 0 : warp];
-    auto& total = team.total[WIDE ? warp : 0];
-    const int tile_row = WIDE ? warp * 16 : 0, scratch_row = RowTile<T, D>::RESIDENT ? 0 : tile_row;
-    const int worker = WIDE ? blockIdx.x : warp * gridDim.x + blockIdx.x, workers = gridDim.x * (WIDE ? 1 : WARPS);
+    auto& shared = *reinterpret_cast<Shared<T, D, WARPS>*>(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile_row = warp * 16;
+    auto& total = shared.total[warp];
+    auto* scratch = shared.queries + (RowTile<T, D>::RESIDENT ? 0 : tile_row);
 
     RowTile<T, D> rows;
-    for (int work = worker; work < *count * kv_heads; work += workers) {
+    for (int work = blockIdx.x; work < *count * kv_heads; work += gridDim.x) {
         const AttentionItem item = items[work / kv_heads];
         const int head = work % kv_heads, first_row = item.first_row + tile_row;
         const int* blocks = block_table + (size_t)item.table_row * max_blocks;
-        const TokenRange range = visible_tokens(item, item.first_row, Shared::ROWS, group, window);
+        const TokenRange range = visible_tokens(item, item.first_row, WARPS * 16, group, window);
         const TokenRange own = visible_tokens(item, first_row, 16, group, window);
         float total_max[2] = {negative_infinity(), negative_infinity()}, total_sum[2] = {0.f, 0.f};
-        rows.load(q + (size_t)head * group * D, item, first_row, group, window, q_stride, team.queries + scratch_row);
+        rows.load(q + (size_t)head * group * D, item, first_row, group, window, q_stride, scratch);
         rows.clear();
 
         const int begin = range.begin / STAGE * STAGE;
-        team.template fetch<BLOCK>(0, begin, range, k_cache, v_cache, blocks, kv_heads, head);
+        shared.template fetch<BLOCK>(0, begin, range, k_cache, v_cache, blocks, kv_heads, head);
         commit_copies();
         int stage = 0;
         for (int token = begin; token < range.end; token += STAGE, stage ^= 1) {
             const int next = token + STAGE;
             if (next < range.end)
-                team.template fetch<BLOCK>(stage ^ 1, next, range, k_cache, v_cache, blocks, kv_heads, head);
+                shared.template fetch<BLOCK>(stage ^ 1, next, range, k_cache, v_cache, blocks, kv_heads, head);
             commit_copies();
             wait_for_copies<1>();
-            Shared::sync();  // every thread's copies of this stage have landed
+            sync_block<WARPS>();  // every thread's copies of this stage have landed
 #pragma unroll 1
             for (int step = 0; step < STAGE; step += kStep) {
                 if (token + step >= own.end || token + step + kStep <= own.begin) continue;  // for the whole warp
                 float s[4][4] = {};
-                rows.weigh(s, team.keys[stage] + step, token + step, scale_log2, soft_cap);
-                rows.add(s, team.values[stage] + step);
+                rows.weigh(s, shared.keys[stage] + step, token + step, scale_log2, soft_cap);
+                rows.add(s, shared.values[stage] + step);
             }
-            Shared::sync();  // before the next fetch overwrites this stage
+            sync_block<WARPS>();  // before the next fetch overwrites this stage
             if (next % kSplit != 0 && next < range.end) continue;
 
             rows.finish();

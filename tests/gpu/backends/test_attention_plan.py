@@ -23,9 +23,7 @@ def plan(sequences: Sequences, **changes: object) -> AttentionPlan:
     return planner(**changes).plan(offsets, lengths, rows)
 
 
-def splits_of_rows(
-    sequences: Sequences, plan: AttentionPlan, group: int, wide_rows: int
-) -> dict[tuple[int, int], list]:
+def splits_of_rows(plan: AttentionPlan, group: int, wide_rows: int) -> dict[tuple[int, int], list]:
     """(split, partial row or -1) of each (token, head in group), as the kernels read the list."""
     found: dict[tuple[int, int], list] = {}
     for items, tile_rows in ((plan.narrow, 16), (plan.wide, wide_rows)):
@@ -62,7 +60,7 @@ def test_every_row_meets_its_splits_once(
     result = plan(
         sequences, group=group, window=window, wide_rows=wide_rows, num_workers=num_workers, max_partials=max_partials
     )
-    found = splits_of_rows(sequences, result, group, wide_rows)
+    found = splits_of_rows(result, group, wide_rows)
     merges = {(m[0], m[1]): [(s, m[2] + s * m[3]) for s in range(m[4])] for m in result.merges.tolist()}
     token = 0
     partials: list[int] = []

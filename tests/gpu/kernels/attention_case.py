@@ -132,7 +132,7 @@ class AttentionCase:
         shape = (np.int32(heads), np.int32(self.group), np.int32(self.block_table.shape[1]), np.int32(self.q.shape[1]))
         for items, kernel in ((plan.narrow, kernels.narrow), (plan.wide, kernels.wide)):
             args = (*cache, items, count(items), out, partial_out, partial_stats, *shape, window, scale)
-            kernel(args + (np.float32(self.soft_cap),), seed)
+            kernel((*args, np.float32(self.soft_cap)), seed)
         args = (partial_out, partial_stats, plan.merges, count(plan.merges), out, np.int32(heads), np.int32(self.group))
         kernels.merge(args, seed)
         return out
@@ -164,25 +164,21 @@ class AttentionKernels:
     merge: Launch
 
 
-def team_bytes(head_dim: int, warps: int, wide: bool) -> int:
-    """sizeof(Team) of paged_attention.cu."""
-    row, stage = 2 * (head_dim + 8), 64 if wide and head_dim <= 128 else 32
+def shared_bytes(head_dim: int, warps: int) -> int:
+    """sizeof(Shared) of paged_attention.cu."""
+    row, stage = 2 * (head_dim + 8), 64 if warps > 1 and head_dim <= 128 else 32
     queries = 1 if head_dim <= 128 else 16 * warps
     return 4 * stage * row + queries * row + warps * 16 * head_dim * 4
 
 
 def tensor_core_kernels(dtype: str, head_dim: int, block_size: int, code: str | None = None) -> AttentionKernels:
-    narrow_warps = {256: 1, 128: 2}.get(head_dim, 4)
-    names = [
-        f"paged_attention<{dtype}, {head_dim}, {block_size}, {narrow_warps}, false>",
-        f"paged_attention<{dtype}, {head_dim}, {block_size}, 4, true>",
-    ]
+    names = [f"paged_attention<{dtype}, {head_dim}, {block_size}, {warps}>" for warps in (1, 4)]
     source = code or (KERNELS / "paged_attention.cu").read_text()
     module = simt.RawModule(source, options=OPTIONS, name_expressions=names, filename="paged_attention.cu")
     narrow, wide = map(module.get_function, names)
     return AttentionKernels(
-        Launch(narrow, narrow_warps * 32, narrow_warps * team_bytes(head_dim, 1, False)),
-        Launch(wide, 128, team_bytes(head_dim, 4, True)),
+        Launch(narrow, 32, shared_bytes(head_dim, 1)),
+        Launch(wide, 128, shared_bytes(head_dim, 4)),
         merge_kernel(dtype, head_dim),
     )
 
