@@ -1,1 +1,1 @@
-"""The CUDA device's kernels: sources, the table of them, and what compiles and launches them."""
+"""CUDA kernels: one family a `.cu` file."""
