@@ -18,7 +18,7 @@ from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
-from foreword.gpu.kernels.table import EMBEDDING, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
+from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.step import StepPlan
 
@@ -28,6 +28,7 @@ TILE_ROWS = 128
 BLOCK_SIZES = (16, 32)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_VOCAB_SIZE = 1 << 18
+WARP = 32
 _STAGING_BYTES = 1 << 20
 
 
@@ -193,26 +194,37 @@ class CudaBackend(Backend[torch.Tensor]):
         rows, vocab = logits.shape
         if vocab > MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size: at most {MAX_VOCAB_SIZE} on the CUDA device, got {vocab}")
-        inputs = self._sampling_inputs.upload(
+        is_processed = (params.masks.index >= 0) | (params.num_masked > 0)
+        processed_rows = np.flatnonzero(is_processed).astype(np.int32)
+        processed_index = np.where(is_processed, np.cumsum(is_processed) - 1, -1).astype(np.int32)
+        row, mask_index, mask_words, masked_ids, num_masked, *drawing = self._sampling_inputs.upload(
+            processed_rows,
+            params.masks.index,
+            params.masks.words,
+            params.masked_ids,
+            params.num_masked,
+            processed_index,
             params.temperature,
             params.top_k,
             params.top_p,
             params.min_p,
             params.seed,
             params.position,
-            params.masked_ids,
-            params.num_masked,
             params.want_logprob,
         )
+        processed = torch.empty(len(row), vocab, device=self._device)
+        sizes = (vocab, mask_words.shape[1], masked_ids.shape[1])
+        processing = (row, mask_index, mask_words, masked_ids, num_masked)
+        threads = min(SAMPLE.threads, vocab + -vocab % WARP)
+        self._launch(PROCESS, (len(row),), logits, *processing, processed, *sizes, threads=threads)
         drawn = torch.empty(3, rows, dtype=torch.int32, device=self._device)
-        token_ids, logprobs, failed = drawn
-        outputs = (token_ids, logprobs.view(torch.float32), failed)
-        self._launch(SAMPLE, (rows,), logits, *inputs, *outputs, vocab, params.masked_ids.shape[1])
-        on_host = drawn.cpu().numpy()
-        return Samples(on_host[0], on_host[1].view(np.float32), on_host[2].astype(np.bool_))
+        outputs = (drawn[0], drawn[1].view(torch.float32), drawn[2])
+        self._launch(SAMPLE, (rows,), logits, processed, *drawing, *outputs, vocab, threads=threads)
+        token_ids, logprobs, failed = drawn.cpu().numpy()
+        return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
 
-    def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
-        self._launcher.launch(kernel, (self.dtype,), grid, *arguments)
+    def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument, threads: int | None = None) -> None:
+        self._launcher.launch(kernel, (self.dtype,), grid, *arguments, threads=threads)
 
     def _empty(self, *size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self._dtype, device=self._device)

@@ -4,8 +4,7 @@
 //
 // silu_and_mul: act(x) = x / (1 + e^-x). gelu_and_mul: the tanh form of GELU (Hendrycks and Gimpel, 2016).
 // Grid (rows). Threads walk the row.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "device.cuh"
 
 struct Silu {
     __device__ __forceinline__ float operator()(float x) const { return x / (1.0f + expf(-x)); }
@@ -23,7 +22,7 @@ __device__ __forceinline__ void gate(const T* __restrict__ gate_up, T* __restric
     const T* ups = gates + width;
     T* row = out + static_cast<size_t>(blockIdx.x) * width;
     for (int i = threadIdx.x; i < width; i += blockDim.x)
-        row[i] = static_cast<T>(act(static_cast<float>(gates[i])) * static_cast<float>(ups[i]));
+        row[i] = from_float<T>(act(to_float(gates[i])) * to_float(ups[i]));
 }
 
 template <typename T>

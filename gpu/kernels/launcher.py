@@ -62,6 +62,7 @@ class KernelLauncher:
         template: tuple[TemplateArgument, ...],
         grid: Grid,
         *arguments: Argument,
+        threads: int | None = None,
         shared_bytes: int = 0,
     ) -> None:
         """Queue a kernel on the device's current stream; a grid without blocks is no launch.
@@ -71,6 +72,7 @@ class KernelLauncher:
             template: arguments of the instantiation.
             grid: blocks along x, y, z.
             arguments: as the kernel's signature says.
+            threads: of a block, where there is work for fewer than the kernel's own number.
             shared_bytes: dynamic shared memory of a block.
 
         Raises:
@@ -85,7 +87,7 @@ class KernelLauncher:
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = self._driver.compile(kernel.source, kernel.expression(template))
-        function(grid, kernel.threads, values, shared_bytes)
+        function(grid, threads or kernel.threads, values, shared_bytes)
 
     def _check(
         self, kernel: Kernel, template: tuple[TemplateArgument, ...], arguments: tuple[Argument, ...]

@@ -3,8 +3,6 @@
 
 using Key = unsigned long long;
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
 __device__ __forceinline__ unsigned order_key(float x) {
     const unsigned bits = __float_as_uint(x + 0.0f);  // -0 and 0 are equal
     return bits ^ (bits & 0x80000000u ? 0xffffffffu : 0x80000000u);

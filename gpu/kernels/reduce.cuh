@@ -1,7 +1,7 @@
 // Reductions over a warp and over a block, in an order that depends on the number of threads alone.
 #pragma once
+#include "device.cuh"
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxWarps = 32;
 
 struct Sum {
@@ -14,7 +14,7 @@ struct Max {
 template <typename V, typename Combine> __device__ __forceinline__ V warp_reduce(V value, Combine combine) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
-        value = combine(value, __shfl_xor_sync(kAllLanes, value, distance));
+        value = combine(value, __shfl_xor_sync(kFullWarp, value, distance));
     return value;
 }
 

@@ -5,9 +5,7 @@
 //
 // Grid (rows). A thread owns every blockDim-th element in both passes, so it reads back what it wrote itself. The sum
 // runs in an order fixed by the width: a row's result does not depend on the batch.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "device.cuh"
 #include "reduce.cuh"
 
 template <typename T>
@@ -20,12 +18,12 @@ rms_norm(float* __restrict__ stream, const T* __restrict__ delta, const float* _
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         float x = stream[row + i];
         if (delta) {
-            x += static_cast<float>(delta[row + i]);
+            x += to_float(delta[row + i]);
             stream[row + i] = x;
         }
         sum += x * x;
     }
     const float scale = 1.0f / sqrtf(block_reduce(sum, partial, Sum()) / width + eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x)
-        out[row + i] = static_cast<T>(stream[row + i] * scale * weight[i]);
+        out[row + i] = from_float<T>(stream[row + i] * scale * weight[i]);
 }

@@ -8,8 +8,7 @@
 //
 // Grid (tokens). Threads walk pairs, head by head, so neighbours touch neighbouring addresses. A negative slot is
 // padding: nothing is stored for it.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "device.cuh"
 
 template <typename T>
 __global__ void __launch_bounds__(128)
@@ -24,7 +23,7 @@ rotate_and_store(const T* __restrict__ qkv, const float* __restrict__ cos, const
 
     for (int pair = threadIdx.x; pair < (num_heads + 2 * num_kv_heads) * half; pair += blockDim.x) {
         const int head = pair / half, i = pair % half;
-        float a = static_cast<float>(heads[head * dim + i]), b = static_cast<float>(heads[head * dim + half + i]);
+        float a = to_float(heads[head * dim + i]), b = to_float(heads[head * dim + half + i]);
         if (head < num_heads + num_kv_heads) {
             const float c = cos_row[i], s = sin_row[i], first = a;
             a = first * c - b * s;
@@ -41,7 +40,7 @@ rotate_and_store(const T* __restrict__ qkv, const float* __restrict__ cos, const
             const size_t row = (static_cast<size_t>(slot / block_size) * num_kv_heads + kv_head) * block_size;
             to = (is_key ? keys : values) + (row + slot % block_size) * dim;
         }
-        to[i] = static_cast<T>(a);
-        to[half + i] = static_cast<T>(b);
+        to[i] = from_float<T>(a);
+        to[half + i] = from_float<T>(b);
     }
 }

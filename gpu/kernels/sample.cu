@@ -1,11 +1,11 @@
 // Draws a token from every row of logits by the rule of gpu/backends/sampling.py.
 //
-//   logits T [rows, vocab]; the ids masked in a row become -inf in it
-//   temperature, top_p, min_p float [rows]; top_k, num_masked int [rows]; masked_ids int [rows, masked_width]
-//   seed, position 64 bit [rows]; want_logprob byte [rows]
+//   logits T [rows, vocab]; processed float [processed_rows, vocab], see process.cu; processed_index int [rows]: the
+//   processed row that is drawn from, -1 to draw from the logits themselves
+//   temperature, top_p, min_p float [rows]; top_k int [rows]; seed, position 64 bit [rows]; want_logprob byte [rows]
 //   token_ids int [rows], logprobs float [rows], failed int [rows]
 //
-// Grid (rows); the whole block walks the row as often as its parameters need: once for greedy, once more for the log
+// Grid (rows); the whole block walks the row as often as its parameters need: twice for greedy, once more for the log
 // probability, three times each for top-k and top-p, once for the draw. A row is read from memory once and then from
 // cache.
 //
@@ -13,9 +13,7 @@
 // bits, so no order of addition can change a result; they lie in three words of 14 bits, because shared memory adds 32
 // bits at once but 64 only in a loop. That allows vocabularies up to 2^18. Ids that cannot win even with the greatest
 // noise get none.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "device.cuh"
 #include "order.cuh"
 #include "philox.cuh"
 #include "reduce.cuh"
@@ -35,22 +33,29 @@ struct Scratch {
     double target;
 };
 
+struct Parameters {
+    float temperature, top_p, min_p;
+    int top_k;
+    unsigned long long seed, position;
+};
+
 template <typename T> struct Row {
     const T* logits;
     int vocab;
-    __device__ __forceinline__ float operator()(int id) const { return static_cast<float>(logits[id]); }
+    __device__ __forceinline__ float operator()(int id) const { return to_float(logits[id]); }
 };
 
-// Greatest logit and its lowest id; 0 for a row that holds NaN or +inf.
+// False, for the whole block, when a logit is NaN or +inf.
+template <typename T> __device__ bool all_finite(const Row<T>& row) {
+    bool bad = false;
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) bad |= !(row(id) < -negative_infinity());
+    return !__syncthreads_or(bad);
+}
+
+// Greatest logit and its lowest id.
 template <typename T> __device__ Key peak_of(const Row<T>& row, Scratch& scratch) {
     Key best = 0;
-    bool bad = false;
-    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
-        const float x = row(id);
-        bad |= !(x < infinity());
-        best = Max()(best, ranked(x, id));
-    }
-    if (__syncthreads_or(bad)) return 0;
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) best = Max()(best, ranked(row(id), id));
     return block_reduce(best, scratch.keys, Max());
 }
 
@@ -85,13 +90,13 @@ __device__ void choose_bin(Scratch& scratch, bool is_first, double count, double
     Key before = is_first ? 0 : scratch.above, reached = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const Key left = __shfl_up_sync(kAllLanes, reached, distance);
+        const Key left = __shfl_up_sync(kFullWarp, reached, distance);
         if (lane >= distance) reached += left;
     }
-    const double total = static_cast<double>(__shfl_sync(kAllLanes, reached, 31));
+    const double total = static_cast<double>(__shfl_sync(kFullWarp, reached, 31));
     const double target = is_first ? count + share * total : scratch.target;
     const bool reaches = own && static_cast<double>(before + reached) >= target;
-    const unsigned some = __ballot_sync(kAllLanes, own != 0), enough = __ballot_sync(kAllLanes, reaches);
+    const unsigned some = __ballot_sync(kFullWarp, own != 0), enough = __ballot_sync(kFullWarp, reaches);
     if (lane != (enough ? __ffs(enough) - 1 : 31 - __clz(some))) return;
     before += reached - own;
     Key above = before;
@@ -137,7 +142,7 @@ __device__ float threshold(const Row<T>& row, float least, double count, double 
 __device__ float min_p_bound(float least, float peak, float temperature, float min_p) {
     const double bound = peak + static_cast<double>(temperature) * log(static_cast<double>(min_p));
     float rounded = static_cast<float>(bound);
-    if (rounded < bound) rounded = nextafterf(rounded, infinity());
+    if (rounded < bound) rounded = nextafterf(rounded, -negative_infinity());
     return rounded > least ? rounded : least;
 }
 
@@ -154,8 +159,8 @@ __device__ int draw(const Row<T>& row, float peak, float least, float temperatur
 #pragma unroll
         for (int w = 0; w < kNoiseWords; ++w) {
             const int id = noise_id(index, w);
-            const float x = id < row.vocab ? row(id) : -infinity();
-            scaled[w] = x >= least ? (x - peak) / temperature : -infinity();
+            const float x = id < row.vocab ? row(id) : negative_infinity();
+            scaled[w] = x >= least ? (x - peak) / temperature : negative_infinity();
             any |= scaled[w] + kNoiseAtMost >= bound;
         }
         if (!any) continue;
@@ -163,54 +168,58 @@ __device__ int draw(const Row<T>& row, float peak, float least, float temperatur
 #pragma unroll
         for (int w = 0; w < kNoiseWords; ++w) {
             const float score = scaled[w] + noise[w];
-            if (score > -infinity()) best = Max()(best, ranked(score, noise_id(index, w)));
+            if (score > negative_infinity()) best = Max()(best, ranked(score, noise_id(index, w)));
             bound = score > bound ? score : bound;
         }
     }
     return ranked_id(block_reduce(best, scratch.keys, Max()));
 }
 
+// Draw from a row that has at least one id above -inf.
+template <typename T>
+__device__ int draw_token(const Row<T>& row, Key peak, const Parameters& p, Scratch& scratch) {
+    if (p.temperature < kGreedyTemperature) return ranked_id(peak);
+    const float greatest = ranked_value(peak), temperature = p.temperature;
+    float least = kLeast;
+    if (p.top_k > 0) least = threshold(row, least, p.top_k, 0.0, [](float) { return Key(1); }, scratch);
+    if (p.top_p < 1.0f) {
+        auto mass = [=](float x) { return static_cast<Key>(expf((x - greatest) / temperature) * kFullMass); };
+        least = threshold(row, least, 0.0, p.top_p, mass, scratch);
+    }
+    if (p.min_p > 0.0f) least = min_p_bound(least, greatest, temperature, p.min_p);
+    return draw(row, greatest, least, temperature, p.seed, p.position, scratch);
+}
+
 template <typename T>
 __global__ void __launch_bounds__(1024)
-sample(T* __restrict__ logits, const float* __restrict__ temperature, const int* __restrict__ top_k,
-       const float* __restrict__ top_p, const float* __restrict__ min_p, const unsigned long long* __restrict__ seed,
-       const long long* __restrict__ position, const int* __restrict__ masked_ids, const int* __restrict__ num_masked,
-       const unsigned char* __restrict__ want_logprob, int* __restrict__ token_ids, float* __restrict__ logprobs,
-       int* __restrict__ failed, int vocab, int masked_width) {
+sample(const T* __restrict__ logits, const float* __restrict__ processed, const int* __restrict__ processed_index,
+       const float* __restrict__ temperature, const int* __restrict__ top_k, const float* __restrict__ top_p,
+       const float* __restrict__ min_p, const unsigned long long* __restrict__ seed,
+       const long long* __restrict__ position, const unsigned char* __restrict__ want_logprob,
+       int* __restrict__ token_ids, float* __restrict__ logprobs, int* __restrict__ failed, int vocab) {
     __shared__ Scratch scratch;
-    const int i = blockIdx.x;
-    T* own = logits + static_cast<size_t>(i) * vocab;
-    const Row<T> row = {own, vocab};
+    const int i = blockIdx.x, index = processed_index[i];
+    const Row<T> row = {logits + static_cast<size_t>(i) * vocab, vocab};
+    const Row<float> changed = {processed + static_cast<size_t>(index < 0 ? 0 : index) * vocab, vocab};
 
-    Key peak = peak_of(row, scratch);
-    const float model_peak = ranked_value(peak);
-    const float mass = peak && want_logprob[i] ? log_mass(row, model_peak, scratch) : 0.0f;
-    if (peak && num_masked[i]) {
-        for (int k = threadIdx.x; k < num_masked[i]; k += blockDim.x) {
-            const int id = masked_ids[static_cast<size_t>(i) * masked_width + k];
-            if (id >= 0 && id < vocab) own[id] = static_cast<T>(-infinity());
+    const bool is_finite = all_finite(row);
+    const Key model_peak = peak_of(row, scratch);
+    const Key peak = index < 0 ? model_peak : peak_of(changed, scratch);
+    const bool can_sample = is_finite && ranked_value(peak) > negative_infinity();
+    int token = 0;
+    float logprob = 0.0f;
+    if (can_sample) {
+        const Parameters p = {temperature[i], top_p[i], min_p[i], top_k[i], seed[i],
+                              static_cast<unsigned long long>(position[i])};
+        token = index < 0 ? draw_token(row, peak, p, scratch) : draw_token(changed, peak, p, scratch);
+        if (want_logprob[i]) {
+            const float greatest = ranked_value(model_peak);
+            logprob = (row(token) - greatest) - log_mass(row, greatest, scratch);
         }
-        __syncthreads();
-        peak = peak_of(row, scratch);
-    }
-    const float greatest = ranked_value(peak);
-    const bool can_sample = peak && greatest > -infinity();
-    int token = ranked_id(peak);
-    if (can_sample && !(temperature[i] < kGreedyTemperature)) {
-        float least = kLeast;
-        const float t = temperature[i];
-        if (top_k[i] > 0)
-            least = threshold(row, least, top_k[i], 0.0, [](float) { return Key(1); }, scratch);
-        if (top_p[i] < 1.0f) {
-            auto weigh = [=](float x) { return static_cast<Key>(expf((x - greatest) / t) * kFullMass); };
-            least = threshold(row, least, 0.0, top_p[i], weigh, scratch);
-        }
-        if (min_p[i] > 0.0f) least = min_p_bound(least, greatest, t, min_p[i]);
-        token = draw(row, greatest, least, t, seed[i], static_cast<unsigned long long>(position[i]), scratch);
     }
     if (threadIdx.x == 0) {
-        token_ids[i] = can_sample ? token : 0;
-        logprobs[i] = can_sample && want_logprob[i] ? (row(token) - model_peak) - mass : 0.0f;
+        token_ids[i] = token;
+        logprobs[i] = logprob;
         failed[i] = !can_sample;
     }
 }

@@ -52,7 +52,7 @@ class Kernel:
     Attributes:
         name: of the template.
         file: beside this module.
-        threads: of a block.
+        threads: of a block, at most.
         signature: parameters in order, as the module's docstring says.
         instantiations: template arguments that it is checked with; number formats by their Python names.
     """
@@ -149,28 +149,45 @@ SILU_AND_MUL = Kernel(
     EVERY_TYPE,
 )
 GELU_AND_MUL = Kernel("gelu_and_mul", "activation.cu", 256, SILU_AND_MUL.signature, EVERY_TYPE)
+PROCESS = Kernel(
+    "process",
+    "process.cu",
+    1024,
+    (
+        "logits: T[rows, vocab]",
+        "row: int32[processed_rows]",
+        "mask_index: int32[rows]",
+        "mask_words: uint32[masks, words]",
+        "masked_ids: int32[rows, masked_width]",
+        "num_masked: int32[rows]",
+        "out: float32[processed_rows, vocab]",
+        "vocab: int32",
+        "words: int32",
+        "masked_width: int32",
+    ),
+    EVERY_TYPE,
+)
 SAMPLE = Kernel(
     "sample",
     "sample.cu",
     1024,
     (
         "logits: T[rows, vocab]",
+        "processed: float32[processed_rows, vocab]",
+        "processed_index: int32[rows]",
         "temperature: float32[rows]",
         "top_k: int32[rows]",
         "top_p: float32[rows]",
         "min_p: float32[rows]",
         "seed: uint64[rows]",
         "position: int64[rows]",
-        "masked_ids: int32[rows, masked_width]",
-        "num_masked: int32[rows]",
         "want_logprob: uint8[rows]",
         "token_ids: int32[rows]",
         "logprobs: float32[rows]",
         "failed: int32[rows]",
         "vocab: int32",
-        "masked_width: int32",
     ),
     EVERY_TYPE,
 )
 
-KERNELS = (EMBEDDING, RMS_NORM, ROTATE_AND_STORE, SILU_AND_MUL, GELU_AND_MUL, SAMPLE)
+KERNELS = (EMBEDDING, RMS_NORM, ROTATE_AND_STORE, SILU_AND_MUL, GELU_AND_MUL, PROCESS, SAMPLE)
