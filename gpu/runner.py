@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foreword.gpu.backends.backend import KVCacheShape
-from foreword.gpu.backends.sampling import Samples, SamplingState
+from foreword.gpu.backends.sampling import Samples
+from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
 from foreword.gpu.models.config import ModelConfig
@@ -52,7 +53,7 @@ class ModelRunner:
                 max_blocks_per_sequence=config.max_blocks_per_sequence,
             )
         )
-        self._sampling = SamplingState(config.max_num_sequences)
+        self._sampling = SamplingState(config.max_num_sequences, model.vocab_size)
 
     @property
     def device(self) -> str:

@@ -296,6 +296,8 @@ class ReferenceScheduler:
             logits_offsets=np.array(logits_offsets, np.int32),
             block_table_updates=np.array(self.block_table_updates, np.int32).reshape(-1, 3),
             admitted=tuple((s.row, s.request) for s in self.admitted if s.row is not None),
+            output_offsets=np.cumsum([0] + [s.num_output for s in self.admitted]).astype(np.int32),
+            output_token_ids=np.array([t for s in self.admitted for t in s.tokens[s.num_prompt :]], np.int32),
         )
 
     # Preemption

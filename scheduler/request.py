@@ -17,6 +17,8 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches this; 1 keeps all.
         min_p: keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
+        allowed_token_ids: the only ids that can be drawn; empty for all.
+        banned_token_ids: ids that cannot be drawn.
         seed: key of the counter-based generator; the token at a position is a pure function of logits, seed and
             position.
     """
@@ -25,6 +27,8 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
     seed: int = 0
 
 

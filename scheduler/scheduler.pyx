@@ -148,7 +148,8 @@ cdef class Scheduler:
             [(self.sequences[self.admitted[i]].row, self.table.requests[self.admitted[i]])
              for i in range(self.num_admitted)]
         )
-        return self.step.plan(self.step_id, admitted)
+        offsets, token_ids = self.table.outputs(self.admitted, self.num_admitted)
+        return self.step.plan(self.step_id, admitted, offsets, token_ids)
 
     cdef int schedule_all(self) except -1 nogil:
         self.step.clear()

@@ -65,4 +65,5 @@ cdef class SequenceTable:
 
     cdef int add(self, object request, cnp.ndarray prompt) except -1  # of a checked request; the new entry
     cdef int find(self, object request_key) except -2  # its entry, -1 when it is not active
+    cdef tuple outputs(self, const int* entries, int num_entries)  # offsets and tokens that they have generated
     cdef int remove(self, int entry) except -1

@@ -81,6 +81,9 @@ class StepPlan:
             max_blocks_per_sequence]` block table that changed since the last plan; apply before computing.
         admitted: rows that (re)start with this plan and their requests; the device takes sampling parameters from
             them. A preempted sequence that resumes appears again.
+        output_offsets: `[A + 1]` what admitted row a had generated before, nothing unless it resumes, is
+            `output_token_ids[output_offsets[a]:output_offsets[a + 1]]`.
+        output_token_ids: of all admitted rows.
     """
 
     step_id: int
@@ -95,6 +98,8 @@ class StepPlan:
     logits_offsets: Int32Array
     block_table_updates: Int32Array
     admitted: tuple[tuple[int, Request], ...]
+    output_offsets: Int32Array
+    output_token_ids: Int32Array
 
     @property
     def num_sequences(self) -> int:

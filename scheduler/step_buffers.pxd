@@ -42,7 +42,7 @@ cdef class StepBuffers:
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
     ) noexcept nogil
     cdef void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil
-    cdef object plan(self, object step_id, tuple admitted)  # StepPlan
+    cdef object plan(self, object step_id, tuple admitted, object output_offsets, object output_token_ids)  # StepPlan
     cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays
     cdef int read_drafts(self, object drafts) except -1
     cdef object update(self, object step_id)  # StepUpdate

@@ -109,7 +109,7 @@ cdef class StepBuffers:
             self.num_block_table_updates += 1
             s.num_sent_blocks += 1
 
-    cdef object plan(self, object step_id, tuple admitted):
+    cdef object plan(self, object step_id, tuple admitted, object output_offsets, object output_token_ids):
         cdef int num_sequences = self.num_sequences, num_tokens = self.num_tokens
         (
             rows,
@@ -136,6 +136,8 @@ cdef class StepBuffers:
             logits_offsets[: num_sequences + 1],
             block_table_updates[: self.num_block_table_updates],
             admitted,
+            output_offsets,
+            output_token_ids,
         )
 
     cdef int read_result(self, object result) except -1:

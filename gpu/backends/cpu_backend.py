@@ -209,23 +209,7 @@ class CpuBackend(Backend[torch.Tensor]):
         if len(self._scratch) < scratch_size:
             self._scratch = torch.empty(scratch_size)
         cpu_kernels.sample(
-            logits.data_ptr(),
-            vocab,
-            self._bf16,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seed,
-            params.position,
-            params.masked_ids,
-            params.num_masked,
-            params.want_logprob,
-            self._scratch.data_ptr(),
-            samples.token_ids,
-            samples.logprobs,
-            samples.failed,
-            self._num_threads,
+            logits.data_ptr(), vocab, self._bf16, params, self._scratch.data_ptr(), samples, self._num_threads
         )
         return samples
 

@@ -4,7 +4,7 @@
 """Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
 
 from cython.parallel cimport prange, threadid
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 
 cdef extern from "cpu_kernels.h" nogil:
@@ -37,6 +37,9 @@ cdef extern from "cpu_sampling.h" nogil:
         const float *min_p
         const uint64_t *seed
         const int64_t *position
+        const uint32_t *mask_words
+        int64_t mask_width
+        const int32_t *mask_index
         const int32_t *masked_ids
         int64_t masked_width
         const int32_t *num_masked
@@ -128,10 +131,21 @@ def attention(uintptr_t queries, int64_t query_stride, uintptr_t positions, uint
                       num_heads // groups, first, last, scale, <void *>(out + token * out_stride * size), bf16)
 
 
-def sample(uintptr_t logits, int64_t vocab, bint bf16, const float[::1] temperature, const int32_t[::1] top_k,
-           const float[::1] top_p, const float[::1] min_p, const uint64_t[::1] seed, const int64_t[::1] position,
-           const int32_t[:, ::1] masked_ids, const int32_t[::1] num_masked, const uint8_t[::1] want_logprob,
-           uintptr_t scratch, int32_t[::1] token_ids, float[::1] logprobs, uint8_t[::1] failed, int num_threads):
+def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch, samples, int num_threads):
+    cdef const float[::1] temperature = params.temperature
+    cdef const int32_t[::1] top_k = params.top_k
+    cdef const float[::1] top_p = params.top_p
+    cdef const float[::1] min_p = params.min_p
+    cdef const uint64_t[::1] seed = params.seed
+    cdef const int64_t[::1] position = params.position
+    cdef const uint32_t[:, ::1] mask_words = params.masks.words
+    cdef const int32_t[::1] mask_index = params.masks.index
+    cdef const int32_t[:, ::1] masked_ids = params.masked_ids
+    cdef const int32_t[::1] num_masked = params.num_masked
+    cdef const uint8_t[::1] want_logprob = params.want_logprob
+    cdef int32_t[::1] token_ids = samples.token_ids
+    cdef float[::1] logprobs = samples.logprobs
+    cdef uint8_t[::1] failed = samples.failed
     cdef int64_t rows = token_ids.shape[0]
     cdef int64_t scratch_width = 3 * ((vocab + NOISE_IDS - 1) // NOISE_IDS * NOISE_IDS)
     cdef int64_t i
@@ -144,6 +158,9 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, const float[::1] temperat
     batch.min_p = &min_p[0]
     batch.seed = &seed[0]
     batch.position = &position[0]
+    batch.mask_words = &mask_words[0, 0]
+    batch.mask_width = mask_words.shape[1]
+    batch.mask_index = &mask_index[0]
     batch.masked_ids = &masked_ids[0, 0]
     batch.masked_width = masked_ids.shape[1]
     batch.num_masked = &num_masked[0]

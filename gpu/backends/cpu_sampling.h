@@ -24,6 +24,9 @@ typedef struct {
     const float *min_p;
     const uint64_t *seed;
     const int64_t *position;
+    const uint32_t *mask_words; /* [masks, mask_width] */
+    int64_t mask_width;
+    const int32_t *mask_index;
     const int32_t *masked_ids; /* [rows, masked_width] */
     int64_t masked_width;
     const int32_t *num_masked;
@@ -235,6 +238,15 @@ INLINE int copy_finite(const void *logits, int64_t start, int64_t vocab, int64_t
     return !any(bad);
 }
 
+/* x = -inf where a bit of the mask is clear. */
+INLINE void apply_mask(float *x, int64_t vocab, const uint32_t *mask) {
+    const ints bits = {1, 2, 4, 8, 16, 32, 64, 128};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        ints allowed = ((ints){0} + (int32_t)(mask[i / 32] >> i % 32) & bits) != 0;
+        store(x, i, choose(allowed, load(x, i, 0), splat(-INFINITY)), 0);
+    }
+}
+
 /* ln sum e^(x - peak). */
 INLINE float log_mass(const float *x, int64_t padded, float peak) {
     floats sum = {0};
@@ -254,6 +266,7 @@ INLINE int sample_body(const void *logits, int64_t vocab, const sampling_batch *
         model_peak = x[greedy_id(x, padded)];
         model_mass = log_mass(x, padded, model_peak);
     }
+    if (batch->mask_index[i] >= 0) apply_mask(x, vocab, batch->mask_words + batch->mask_index[i] * batch->mask_width);
     for (int32_t k = 0; k < batch->num_masked[i]; k++) {
         int32_t id = batch->masked_ids[i * batch->masked_width + k];
         if (id >= 0 && id < vocab) x[id] = -INFINITY;

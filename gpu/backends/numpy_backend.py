@@ -114,6 +114,10 @@ class NumpyBackend(Backend[Array]):
         for i, row in enumerate(logits.astype(np.float64)):
             masked = params.masked_ids[i, : params.num_masked[i]]
             allowed = row.copy()
+            if params.masks.index[i] >= 0:
+                words = params.masks.words[params.masks.index[i]]
+                ids = np.arange(len(row))
+                allowed[words[ids // 32] >> (ids % 32).astype(np.uint32) & 1 == 0] = -np.inf
             allowed[masked[(masked >= 0) & (masked < len(row))]] = -np.inf
             if not (row < np.inf).all() or np.isneginf(allowed).all():
                 samples.failed[i] = True

@@ -63,6 +63,8 @@ class Engine:
         self._check_token_ids("prompt_token_ids", request.prompt_token_ids)
         self._check_token_ids("stopping.eos_token_ids", request.stopping.eos_token_ids)
         self._check_token_ids("stopping.stop_token_ids", request.stopping.stop_token_ids)
+        self._check_token_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids)
+        self._check_token_ids("sampling.banned_token_ids", request.sampling.banned_token_ids)
         if not len(request.prompt_token_ids):
             raise InvalidField("prompt_token_ids", "must hold at least one token")
         self._scheduler.add(request, time.monotonic_ns())

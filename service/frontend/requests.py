@@ -31,6 +31,8 @@ SUPPORTED_FIELDS = frozenset(
         "sampling.top_p",
         "sampling.top_k",
         "sampling.min_p",
+        "sampling.allowed_token_ids",
+        "sampling.banned_token_ids",
         "sampling.seed",
         "stopping.max_output_token_count",
         "stopping.min_output_token_count",
@@ -105,7 +107,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
-        sampling=_read_sampling(spec.sampling),
+        sampling=_read_sampling(spec.sampling, info),
         max_output_tokens=max_tokens,
         min_output_tokens=min_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -165,7 +167,7 @@ def _read_prompt(spec: generation_pb2.GenerationSpec, info: EngineInfo) -> Promp
     return token_ids
 
 
-def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
+def _read_sampling(sampling: sampling_pb2.SamplingConfig, info: EngineInfo) -> SamplingParams:
     is_set = {field.name for field, _ in sampling.ListFields()}
 
     def given(name: str, default: Any) -> Any:
@@ -176,12 +178,20 @@ def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
         top_k=given("top_k", DEFAULT_SAMPLING.top_k),
         top_p=given("top_p", DEFAULT_SAMPLING.top_p),
         min_p=given("min_p", DEFAULT_SAMPLING.min_p),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        banned_token_ids=tuple(sampling.banned_token_ids),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
     )
     validation.check_number("sampling.temperature", params.temperature, 0)
     validation.check_number("sampling.top_k", params.top_k, 0)
     validation.check_number("sampling.top_p", params.top_p, 0, 1, above_low=True)
     validation.check_number("sampling.min_p", params.min_p, 0, 1)
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        token_ids = np.array(getattr(params, name), np.int32)
+        validation.check_count(f"sampling.{name}", len(token_ids), validation.MAX_MASK_IDS)
+        validation.check_token_ids(f"sampling.{name}", token_ids, info.vocab_size)
+    if params.allowed_token_ids and set(params.allowed_token_ids) <= set(params.banned_token_ids):
+        raise InvalidField("sampling.banned_token_ids", "must leave at least one of allowed_token_ids")
     return params
 
 

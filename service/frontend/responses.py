@@ -308,6 +308,8 @@ def _sampling(params: SamplingParams, with_seed: bool = True) -> sampling_pb2.Sa
         repetition_penalty=1.0,
         seed=params.seed if with_seed else None,
         output_count=1,
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the runner does, before an
 import numpy as np
 import pytest
 import torch
+from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.checkpoint.default_model import default_model_path
 from foreword.gpu.checkpoint.open import open_checkpoint
@@ -51,8 +53,17 @@ class PlanWriter:
         self.free += self.blocks[row]
         self.blocks[row], self.lengths[row] = [], 0
 
-    def plan(self, work: Sequence[Work], admitted: Sequence[tuple[int, Request]] = ()) -> StepPlan:
-        """Append each (row, tokens, number of logits wanted at the end) to its row's sequence."""
+    def plan(
+        self,
+        work: Sequence[Work],
+        admitted: Sequence[tuple[int, Request]] = (),
+        outputs: Mapping[int, Sequence[int]] | None = None,
+    ) -> StepPlan:
+        """Append each (row, tokens, number of logits wanted at the end) to its row's sequence.
+
+        `outputs` are the tokens that an admitted row had generated before.
+        """
+        output_ids = [(outputs or {}).get(row, ()) for row, _ in admitted]
         self.step_id += 1
         positions, slots, updates, logits_indices = [], [], [], []
         for row, tokens, num_logits in work:
@@ -78,6 +89,8 @@ class PlanWriter:
             logits_offsets=int32(np.cumsum([0] + [count for _, _, count in work])),
             block_table_updates=int32(updates).reshape(-1, 3),
             admitted=tuple(admitted),
+            output_offsets=int32(np.cumsum([0] + [len(ids) for ids in output_ids])),
+            output_token_ids=int32([token for ids in output_ids for token in ids]),
         )
 
 
@@ -169,6 +182,19 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def cpu(dtype: str) -> CpuBackend:
     return CpuBackend(dtype, num_threads=2)
+
+
+@pytest.fixture(scope="session")
+def checker() -> CheckerDriver:
+    return CheckerDriver()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def backend(request: pytest.FixtureRequest, dtype: str, checker: CheckerDriver) -> CpuBackend | CudaBackend:
+    """Every device, in every number format; the CUDA device with its kernels on the CPU."""
+    if request.param == "cpu":
+        return CpuBackend(dtype, num_threads=2)
+    return CudaBackend(dtype, checker, device="cpu")
 
 
 @pytest.fixture

@@ -178,6 +178,18 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(
     assert [sequence_tokens(result, b) for b in (0, 1, 3)] == expected
 
 
+def test_only_allowed_ids_come_out(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    masks = [{"allowed_token_ids": (3, 7, 130)}, {"banned_token_ids": tuple(range(100))}, {}]
+    requests = [new_request(random_prompt(9, i), key=i, temperature=2.0, seed=i, **masks[i % 3]) for i in range(6)]
+    outputs = generate(new_runner(), plan_writer(), requests, 10, chunk=4)
+    for i in (0, 3):
+        assert {token for token, _ in outputs[i]} <= {3, 7, 130}
+        assert min(token for token, _ in outputs[i + 1]) >= 100
+    assert min(token for token, _ in outputs[2] + outputs[5]) < 100
+
+
 # Drafts
 
 

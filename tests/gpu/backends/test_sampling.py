@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
-from foreword.gpu.backends.sampling import Samples, SamplingBatch, SamplingState
-from foreword.scheduler.request import Request
+from foreword.gpu.backends.sampling import Samples, SamplingBatch, TokenMasks
+from foreword.gpu.backends.sampling_state import mask_words
 
 NAN, INF = float("nan"), float("inf")
 Sample = Callable[..., Samples]
@@ -30,6 +31,7 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "position": 0,
         "want_logprob": True,
     } | changes
+    masks = values.pop("masks", TokenMasks(np.zeros((0, 1), np.uint32), np.full(rows, -1, np.int32)))
     masked = [list(ids) for ids in values.pop("masked_ids", [[]] * rows)]
     masked_ids = np.zeros((rows, max(1, *map(len, masked))), np.int32)
     for row, ids in enumerate(masked):
@@ -44,20 +46,22 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "want_logprob": np.bool_,
     }
     arrays = {name: np.broadcast_to(values[name], rows).astype(dtype) for name, dtype in dtypes.items()}
-    return SamplingBatch(masked_ids=masked_ids, num_masked=np.array([len(m) for m in masked], np.int32), **arrays)
+    return SamplingBatch(
+        masks=masks, masked_ids=masked_ids, num_masked=np.array([len(m) for m in masked], np.int32), **arrays
+    )
 
 
-@pytest.fixture(params=["numpy", "float32", "bfloat16"])
-def sample(request: pytest.FixtureRequest) -> Sample:
+@pytest.fixture(params=["numpy", "cpu float32", "cpu bfloat16", "cuda float32", "cuda bfloat16"])
+def sample(request: pytest.FixtureRequest, checker: CheckerDriver) -> Sample:
     """Sample rows of logits; keywords are those of `parameters`. bfloat16 rounds the logits first."""
-    if request.param == "numpy":
+    device, _, dtype = request.param.partition(" ")
+    if device == "numpy":
         return lambda logits, **changes: NumpyBackend().sample(
             np.asarray(logits, np.float32), parameters(len(logits), **changes)
         )
-    backend = CpuBackend(request.param, num_threads=2)
+    backend = CpuBackend(dtype, num_threads=2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
     return lambda logits, **changes: backend.sample(
-        torch.tensor(np.asarray(logits, np.float32)).to(getattr(torch, request.param)),
-        parameters(len(logits), **changes),
+        torch.tensor(np.asarray(logits, np.float32)).to(getattr(torch, dtype)), parameters(len(logits), **changes)
     )
 
 
@@ -108,6 +112,43 @@ def test_masked_ids_cannot_be_drawn(sample: Sample) -> None:
 
 def test_masked_ids_outside_the_vocabulary_have_no_effect(sample: Sample) -> None:
     assert sample([[1.0, 2.0]], masked_ids=[[-1, 2, 1 << 30]]).token_ids[0] == 1
+
+
+@pytest.mark.parametrize("vocab", [5, 31, 32, 33, 64, 65, 1000])
+def test_a_token_mask_leaves_what_it_allows(sample: Sample, vocab: int) -> None:
+    logits = normal(4, vocab)
+    allowed = [sorted({0, vocab - 1, vocab // 2}), [vocab - 1], list(range(0, vocab, 3))]
+    masks = TokenMasks(
+        np.stack([mask_words(tuple(ids), (), vocab) for ids in allowed]), np.array([2, -1, 0, 1], np.int32)
+    )
+    choices = [allowed[2], range(vocab), allowed[0], allowed[1]]
+    best = [max(ids, key=lambda i: (logits[row, i], -i)) for row, ids in enumerate(choices)]
+    assert sample(logits, masks=masks).token_ids.tolist() == best
+    for seed in range(30):
+        drawn = sample(logits, masks=masks, temperature=5.0, seed=seed).token_ids.tolist()
+        assert all(token in ids for token, ids in zip(drawn, choices, strict=True))
+
+
+def test_bits_behind_the_vocabulary_have_no_effect(sample: Sample) -> None:
+    masks = TokenMasks(np.full((1, 2), 0xFFFF_FFFE, np.uint32), np.zeros(50, np.int32))
+    logits = np.full((50, 40), -9.0, np.float32)
+    logits[:, 0] = 9.0
+    drawn = sample(logits, masks=masks, temperature=1.0, seed=np.arange(50)).token_ids
+    assert ((drawn > 0) & (drawn < 40)).all()
+
+
+def test_a_mask_that_allows_nothing_fails_its_row_alone(sample: Sample) -> None:
+    logits = normal(3, 70)
+    words = np.stack([np.zeros(3, np.uint32), mask_words((5, 6), (), 70)])
+    masks = TokenMasks(words, np.array([0, 1, 1], np.int32))
+    samples = sample(logits, masks=masks, masked_ids=[[], [], [5, 6]])
+    assert samples.failed.tolist() == [True, False, True]
+    assert samples.token_ids[1] in (5, 6)
+
+
+def test_a_masked_nan_fails_whatever_masked_it(sample: Sample) -> None:
+    masks = TokenMasks(mask_words((1,), (), 2)[None], np.zeros(1, np.int32))
+    assert sample([[NAN, 1.0]], masks=masks).failed[0]
 
 
 def test_rows_that_cannot_be_sampled_fail_alone(sample: Sample) -> None:
@@ -247,8 +288,11 @@ def test_extreme_parameters_still_give_an_id_of_the_vocabulary(sample: Sample) -
             assert ((samples.token_ids >= 0) & (samples.token_ids < 70)).all()
 
 
-@pytest.mark.parametrize("vocab", [50, 64, 5000, 49152])
-def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "vocab"),
+    [("cpu", 50), ("cpu", 64), ("cpu", 5000), ("cpu", 49152), ("cuda", 50), ("cuda", 64), ("cuda", 2500)],
+)
+def test_every_device_draws_what_the_oracle_draws(device: str, vocab: int, checker: CheckerDriver) -> None:
     rng, rows = np.random.default_rng(vocab), 12
     changes = {
         "temperature": rng.choice([0.0, 0.3, 1.0, 2.0], rows),
@@ -262,51 +306,9 @@ def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
     for scale in (0.01, 3.0, 30.0):
         logits = normal(rows, vocab, scale=scale)
         expected = NumpyBackend().sample(logits, parameters(rows, **changes))
-        for dtype in (torch.float32, torch.bfloat16):
-            backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
-            actual = backend.sample(torch.from_numpy(logits).to(dtype), parameters(rows, **changes))
+        for dtype in ("float32", "bfloat16"):
+            backend = CpuBackend(dtype, 2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
+            x = torch.from_numpy(logits).to(getattr(torch, dtype))
+            actual = backend.sample(x, parameters(rows, **changes))
             np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
             np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-6)
-
-
-# Rows
-
-
-def test_state_fills_rows_of_the_plan(plan_writer: Callable[..., Any], new_request: Callable[..., Request]) -> None:
-    state, writer = SamplingState(8), plan_writer()
-    state.admit(2, new_request([1, 2, 3], temperature=0.5, top_k=7, seed=-1, want_logprobs=True))
-    state.admit(5, new_request([1], top_p=0.25, min_p=0.125, seed=9))
-    batch = state.select(writer.plan([(5, [1, 8, 9], 3), (7, [1, 2], 0), (2, [1, 2, 3], 1)]))
-    assert batch.temperature.tolist() == [1.0, 1.0, 1.0, 0.5]
-    assert batch.top_k.tolist() == [0, 0, 0, 7]
-    assert batch.top_p.tolist() == [0.25, 0.25, 0.25, 1.0]
-    assert batch.min_p.tolist() == [0.125, 0.125, 0.125, 0.0]
-    assert batch.seed.tolist() == [9, 9, 9, 2**64 - 1]
-    assert batch.position.tolist() == [1, 2, 3, 3]
-    assert batch.want_logprob.tolist() == [False, False, False, True]
-
-
-def test_end_tokens_are_masked_until_the_minimum_is_reached(
-    plan_writer: Callable[..., Any], new_request: Callable[..., Request]
-) -> None:
-    state, writer = SamplingState(8), plan_writer()
-    request = new_request([1, 2, 3], min_output_tokens=2, eos_token_ids=(4,), stop_token_ids=tuple(range(10, 30)))
-    state.admit(0, request)
-    masked = []
-    for tokens in ([1, 2, 3], [7], [7], [7]):  # draws output tokens 0, 1, 2, 3
-        batch = state.select(writer.plan([(0, tokens, 1)]))
-        masked.append(batch.masked_ids[0, : batch.num_masked[0]].tolist())
-    assert masked == [[4, *range(10, 30)], [4, *range(10, 30)], [], []]
-
-
-def test_a_row_forgets_its_last_request(plan_writer: Callable[..., Any], new_request: Callable[..., Request]) -> None:
-    state, fresh = SamplingState(8), SamplingState(8)
-    state.admit(0, new_request([1], temperature=0.1, top_k=3, min_output_tokens=9, eos_token_ids=tuple(range(20))))
-    state.admit(0, new_request([1, 2], temperature=0.0))
-    fresh.admit(0, new_request([1, 2], temperature=0.0))
-    plan = plan_writer().plan([(0, [1, 2], 1)])
-    for entry in fields(SamplingBatch):
-        if entry.name != "masked_ids":
-            np.testing.assert_array_equal(
-                getattr(state.select(plan), entry.name), getattr(fresh.select(plan), entry.name)
-            )
