@@ -98,3 +98,9 @@ class ConfigError(ForewordError):
     """A setting is unknown or has a value that cannot be used."""
 
     reason = "CONFIG_ERROR"
+
+
+class DeviceError(ForewordError):
+    """A device is not there, cannot run its kernels, or has too little memory."""
+
+    reason = "DEVICE_ERROR"

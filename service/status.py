@@ -96,6 +96,7 @@ _MAPPINGS: dict[type[errors.ForewordError], _Mapping] = {
     errors.EngineFault: _Mapping(_Code.INTERNAL),
     errors.CheckpointError: _Mapping(_Code.INTERNAL),
     errors.ConfigError: _Mapping(_Code.INTERNAL),
+    errors.DeviceError: _Mapping(_Code.INTERNAL),
     MethodUnimplemented: _Mapping(_Code.UNIMPLEMENTED),
     MalformedRequest: _Mapping(_Code.INVALID_ARGUMENT),
     RpcDeadlineExceeded: _Mapping(_Code.DEADLINE_EXCEEDED),

@@ -22,6 +22,7 @@ def rows_are_independent(
     in_features: int,
     max_rows: int,
     dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> bool:
     """Compare rows at the beginning and at the end of batches of many sizes with the same rows of the largest.
 
@@ -31,9 +32,10 @@ def rows_are_independent(
         in_features: of the layer to try.
         max_rows: most rows that occur.
         dtype: of x and weight.
+        device: of x and weight; the CPU by default.
     """
     max_rows = max(2, min(max_rows, MAX_WORK // (out_features * in_features)))
-    x, weight = _cancelling(max_rows, out_features, in_features, dtype)
+    x, weight = (values.to(device) for values in _cancelling(max_rows, out_features, in_features, dtype))
     whole = linear(x, weight)
     return all(
         torch.equal(linear(x[:rows].contiguous(), weight), whole[:rows])

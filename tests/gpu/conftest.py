@@ -13,8 +13,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the runner does, before an
 import numpy as np
 import pytest
 import torch
+from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.checkpoint.default_model import default_model_path
 from foreword.gpu.checkpoint.open import open_checkpoint
@@ -180,6 +182,19 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def cpu(dtype: str) -> CpuBackend:
     return CpuBackend(dtype, num_threads=2)
+
+
+@pytest.fixture(scope="session")
+def checker() -> CheckerDriver:
+    return CheckerDriver()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def backend(request: pytest.FixtureRequest, dtype: str, checker: CheckerDriver) -> CpuBackend | CudaBackend:
+    """Every device, in every number format; the CUDA device with its kernels on the CPU."""
+    if request.param == "cpu":
+        return CpuBackend(dtype, num_threads=2)
+    return CudaBackend(dtype, checker, device="cpu")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every operation of the contract on the CPU device against the NumPy oracle, and bit-equal whatever the batch."""
+"""Every operation of the contract on every device against the NumPy oracle, and bit-equal whatever the batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 
 from foreword.gpu.backends.backend import Backend, KVCacheShape, RotaryTable
 from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
 from foreword.gpu.models.rope import RopeConfig, rotary_angles
 from foreword.scheduler.errors import ConfigError
 
+TorchBackend = CpuBackend | CudaBackend
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2}
 NUM_TOKENS = 67
 
@@ -24,8 +26,8 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def device(cpu: CpuBackend, x: np.ndarray) -> torch.Tensor:
-    return cpu.embedding_weight(x)
+def device(backend: TorchBackend, x: np.ndarray) -> torch.Tensor:
+    return backend.embedding_weight(x)
 
 
 def subsets(rows: int) -> list[np.ndarray]:
@@ -41,54 +43,54 @@ def assert_row_independent(compute: Callable[[np.ndarray], torch.Tensor], rows: 
         assert torch.equal(compute(subset), whole[torch.from_numpy(subset)]), f"{len(subset)} rows"
 
 
-def assert_close(cpu: CpuBackend, actual: torch.Tensor, expected: np.ndarray) -> None:
+def assert_close(backend: TorchBackend, actual: torch.Tensor, expected: np.ndarray) -> None:
     scale = np.abs(expected).max()
-    np.testing.assert_allclose(actual.float().numpy(), expected, atol=TOLERANCE[cpu.dtype] * scale, rtol=0)
+    np.testing.assert_allclose(actual.float().numpy(), expected, atol=TOLERANCE[backend.dtype] * scale, rtol=0)
 
 
 def test_backends_spell_the_contract_alike() -> None:
     operations = [name for name, member in vars(Backend).items() if getattr(member, "__isabstractmethod__", False)]
     assert len(operations) > 10
-    for backend in (NumpyBackend, CpuBackend):
+    for implementation in (NumpyBackend, CpuBackend, CudaBackend):
         for name in operations:
             contract = inspect.signature(getattr(Backend, name)).parameters.values()
-            actual = inspect.signature(getattr(backend, name)).parameters.values()
+            actual = inspect.signature(getattr(implementation, name)).parameters.values()
             assert [(p.name, p.default) for p in actual] == [(p.name, p.default) for p in contract], name
 
 
-def test_embedding(cpu: CpuBackend) -> None:
+def test_embedding(backend: TorchBackend) -> None:
     table, ids = normal((50, 24)), np.array([49, 0, 7, 7], np.int32)
-    stream = cpu.embedding(torch.from_numpy(ids), device(cpu, table))
+    stream = backend.embedding(torch.from_numpy(ids), device(backend, table))
     assert stream.dtype == torch.float32
-    assert_close(cpu, stream, table[ids])
+    assert_close(backend, stream, table[ids])
 
 
 @pytest.mark.parametrize("width", [24, 576, 1000])
 @pytest.mark.parametrize("with_delta", [False, True])
-def test_rms_norm(cpu: CpuBackend, width: int, with_delta: bool) -> None:
+def test_rms_norm(backend: TorchBackend, width: int, with_delta: bool) -> None:
     oracle = NumpyBackend()
     stream, weight = normal((NUM_TOKENS, width)), normal((width,), 1)
-    delta = device(cpu, normal((NUM_TOKENS, width), 2)) if with_delta else None
+    delta = device(backend, normal((NUM_TOKENS, width), 2)) if with_delta else None
     expected_stream = stream.copy()
     expected = oracle.rms_norm(expected_stream, weight, 1e-5, None if delta is None else delta.float().numpy())
 
     actual_stream = torch.from_numpy(stream.copy())
-    actual = cpu.rms_norm(actual_stream, cpu.weight(weight), 1e-5, delta)
+    actual = backend.rms_norm(actual_stream, backend.weight(weight), 1e-5, delta)
 
-    assert_close(cpu, actual, expected)
+    assert_close(backend, actual, expected)
     np.testing.assert_array_equal(actual_stream.numpy(), expected_stream)
 
     def compute(rows: np.ndarray) -> torch.Tensor:
         part = None if delta is None else delta[torch.from_numpy(rows)]
-        return cpu.rms_norm(torch.from_numpy(stream[rows]), cpu.weight(weight), 1e-5, part)
+        return backend.rms_norm(torch.from_numpy(stream[rows]), backend.weight(weight), 1e-5, part)
 
     assert_row_independent(compute, NUM_TOKENS)
 
 
-def test_nan_of_any_payload_stays_nan(cpu: CpuBackend) -> None:
+def test_nan_of_any_payload_stays_nan(backend: TorchBackend) -> None:
     stream = normal((1, 24))
     stream.view(np.uint32)[0, 3] = 0x7FFFFFFF  # rounding its bits to bfloat16 would carry into the sign
-    assert torch.isnan(cpu.rms_norm(torch.from_numpy(stream), cpu.weight(np.ones(24, np.float32)), 1e-5)[0, 3])
+    assert torch.isnan(backend.rms_norm(torch.from_numpy(stream), backend.weight(np.ones(24, np.float32)), 1e-5)[0, 3])
 
 
 LAYERS = [(960, 576), (576, 576), (3072, 576), (576, 1536), (50, 24), (256, 4096)]
@@ -107,51 +109,51 @@ def cancelling(rows: int, in_features: int, out_features: int) -> tuple[np.ndarr
 
 @pytest.mark.parametrize(("out_features", "in_features"), LAYERS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(cpu: CpuBackend, out_features: int, in_features: int, with_bias: bool) -> None:
-    x = device(cpu, normal((NUM_TOKENS, in_features)))
+def test_linear(backend: TorchBackend, out_features: int, in_features: int, with_bias: bool) -> None:
+    x = device(backend, normal((NUM_TOKENS, in_features)))
     matrix = normal((out_features, in_features), 1)
     bias = normal((out_features,), 2) if with_bias else None
     expected = x.float().numpy() @ matrix.T + (0 if bias is None else bias)
-    assert_close(cpu, cpu.linear(x, cpu.linear_weight(matrix, bias)), expected)
+    assert_close(backend, backend.linear(x, backend.linear_weight(matrix, bias)), expected)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), LAYERS)
-def test_linear_is_row_independent(cpu: CpuBackend, out_features: int, in_features: int) -> None:
+def test_linear_is_row_independent(backend: TorchBackend, out_features: int, in_features: int) -> None:
     values, matrix = cancelling(NUM_TOKENS, in_features, out_features)
-    x, weight = device(cpu, values), cpu.linear_weight(matrix)
-    assert_row_independent(lambda rows: cpu.linear(x[torch.from_numpy(rows)], weight), NUM_TOKENS)
+    x, weight = device(backend, values), backend.linear_weight(matrix)
+    assert_row_independent(lambda rows: backend.linear(x[torch.from_numpy(rows)], weight), NUM_TOKENS)
 
 
-def test_linear_of_no_rows(cpu: CpuBackend) -> None:
-    assert cpu.linear(device(cpu, normal((0, 24))), cpu.linear_weight(normal((50, 24)))).shape == (0, 50)
+def test_linear_of_no_rows(backend: TorchBackend) -> None:
+    assert backend.linear(device(backend, normal((0, 24))), backend.linear_weight(normal((50, 24)))).shape == (0, 50)
 
 
-def test_linear_is_row_independent_up_to_a_whole_step(cpu: CpuBackend) -> None:
+def test_linear_is_row_independent_up_to_a_whole_step(backend: TorchBackend) -> None:
     values, matrix = cancelling(512, 1536, 576)
-    x, weight = device(cpu, values), cpu.linear_weight(matrix)
-    whole = cpu.linear(x, weight)
+    x, weight = device(backend, values), backend.linear_weight(matrix)
+    whole = backend.linear(x, weight)
     for rows in (100, 128, 255, 384, 500):
-        assert torch.equal(cpu.linear(x[512 - rows :], weight), whole[512 - rows :]), rows
+        assert torch.equal(backend.linear(x[512 - rows :], weight), whole[512 - rows :]), rows
 
 
-def test_the_output_head_is_row_independent(cpu: CpuBackend) -> None:
+def test_the_output_head_is_row_independent(backend: TorchBackend) -> None:
     values, matrix = cancelling(33, 576, 49152)
-    x, weight = device(cpu, values), cpu.linear_weight(matrix)
-    whole = cpu.linear(x, weight)
+    x, weight = device(backend, values), backend.linear_weight(matrix)
+    whole = backend.linear(x, weight)
     for rows in (1, 2, 3, 16):
-        assert torch.equal(cpu.linear(x[:rows], weight), whole[:rows]), rows
+        assert torch.equal(backend.linear(x[:rows], weight), whole[:rows]), rows
 
 
 @pytest.mark.parametrize("width", [24, 1536, 77])
-def test_silu_and_mul(cpu: CpuBackend, width: int) -> None:
-    gate_up = device(cpu, normal((NUM_TOKENS, 2 * width)) * 20)
-    assert_close(cpu, cpu.silu_and_mul(gate_up), NumpyBackend().silu_and_mul(gate_up.float().numpy()))
-    assert_row_independent(lambda rows: cpu.silu_and_mul(gate_up[torch.from_numpy(rows)]), NUM_TOKENS)
+def test_silu_and_mul(backend: TorchBackend, width: int) -> None:
+    gate_up = device(backend, normal((NUM_TOKENS, 2 * width)) * 20)
+    assert_close(backend, backend.silu_and_mul(gate_up), NumpyBackend().silu_and_mul(gate_up.float().numpy()))
+    assert_row_independent(lambda rows: backend.silu_and_mul(gate_up[torch.from_numpy(rows)]), NUM_TOKENS)
 
 
-def test_silu_of_extreme_values(cpu: CpuBackend) -> None:
-    gate_up = device(cpu, np.array([[-1e30, -200.0, -88.0, 0.0, 88.0, 1e30] + [1.0] * 6], np.float32))
-    actual = cpu.silu_and_mul(gate_up).float().numpy()[0]
+def test_silu_of_extreme_values(backend: TorchBackend) -> None:
+    gate_up = device(backend, np.array([[-1e30, -200.0, -88.0, 0.0, 88.0, 1e30] + [1.0] * 6], np.float32))
+    actual = backend.silu_and_mul(gate_up).float().numpy()[0]
     np.testing.assert_allclose(actual[:4], [0.0, 0.0, 0.0, 0.0], atol=1e-6)
     np.testing.assert_array_equal(actual[4:], gate_up.float().numpy()[0, 4:6])
 
@@ -193,26 +195,26 @@ class Attention:
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
 def test_attention_of_chunks_and_decodes(
-    cpu: CpuBackend, plan_writer: Callable[..., Any], heads: tuple[int, int, int], window: int | None
+    backend: TorchBackend, plan_writer: Callable[..., Any], heads: tuple[int, int, int], window: int | None
 ) -> None:
-    oracle, actual = Attention(NumpyBackend(), plan_writer(), heads), Attention(cpu, plan_writer(), heads)
+    oracle, actual = Attention(NumpyBackend(), plan_writer(), heads), Attention(backend, plan_writer(), heads)
     steps = [[(0, 40), (3, 1), (5, 16)], [(3, 100), (0, 1)], [(5, 1), (0, 5), (3, 1)]]
     for number, step in enumerate(steps):
-        work = [(row, device(cpu, oracle.values(n, 10 * number + row)).float().numpy()) for row, n in step]
+        work = [(row, device(backend, oracle.values(n, 10 * number + row)).float().numpy()) for row, n in step]
         expected, got = oracle.step(work, window), actual.step(work, window)
-        np.testing.assert_allclose(got, expected, atol=2 * TOLERANCE[cpu.dtype], rtol=0)
+        np.testing.assert_allclose(got, expected, atol=2 * TOLERANCE[backend.dtype], rtol=0)
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_does_not_depend_on_chunks_or_neighbours(
-    cpu: CpuBackend, plan_writer: Callable[..., Any], heads: tuple[int, int, int], window: int | None
+    backend: TorchBackend, plan_writer: Callable[..., Any], heads: tuple[int, int, int], window: int | None
 ) -> None:
-    whole = Attention(cpu, plan_writer(), heads)
+    whole = Attention(backend, plan_writer(), heads)
     values, other = whole.values(150, 1), whole.values(150, 2)
     expected = whole.step([(0, values)], window)
 
-    chunked = Attention(cpu, plan_writer(), heads)
+    chunked = Attention(backend, plan_writer(), heads)
     parts, start = [], 0
     for size in (1, 15, 16, 17, 64, 1, 36):
         chunk = values[start : start + size]
@@ -222,16 +224,16 @@ def test_attention_does_not_depend_on_chunks_or_neighbours(
     np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
-def test_keys_and_values_of_other_layers_stay(cpu: CpuBackend, plan_writer: Callable[..., Any]) -> None:
-    attention = Attention(cpu, plan_writer(), (4, 2, 16))
+def test_keys_and_values_of_other_layers_stay(backend: TorchBackend, plan_writer: Callable[..., Any]) -> None:
+    attention = Attention(backend, plan_writer(), (4, 2, 16))
     attention.step([(0, attention.values(40, 0))])
     assert torch.isnan(attention.cache.keys[0]).all()
     assert torch.isnan(attention.cache.values[0]).all()
     assert not torch.isnan(attention.cache.keys[1]).all()
 
 
-def test_cache_shapes_the_kernels_cannot_use_are_refused(cpu: CpuBackend) -> None:
+def test_cache_shapes_the_kernels_cannot_use_are_refused(backend: TorchBackend) -> None:
     with pytest.raises(ConfigError, match="block_size: must be a multiple of 8 on the CPU device, got 20"):
-        cpu.kv_cache(KVCacheShape(1, 1, 20, 1, 16, 1, 1))
+        backend.kv_cache(KVCacheShape(1, 1, 20, 1, 16, 1, 1))
     with pytest.raises(ConfigError, match="head_dim: must be even and at most 256 on the CPU device, got 512"):
-        cpu.kv_cache(KVCacheShape(1, 1, 16, 1, 512, 1, 1))
+        backend.kv_cache(KVCacheShape(1, 1, 16, 1, 512, 1, 1))

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
 from foreword.gpu.backends.sampling import HistoryCounts, LogitBiases, Samples, SamplingBatch, TokenMasks
 from foreword.gpu.backends.sampling_state import mask_words
@@ -72,17 +74,17 @@ def table(entries: dict[int, float], dtype: Any) -> tuple[np.ndarray, np.ndarray
     return offsets, np.array(list(entries), np.int32), np.array(list(entries.values()), dtype)
 
 
-@pytest.fixture(params=["numpy", "float32", "bfloat16"])
-def sample(request: pytest.FixtureRequest) -> Sample:
+@pytest.fixture(params=["numpy", "cpu float32", "cpu bfloat16", "cuda float32", "cuda bfloat16"])
+def sample(request: pytest.FixtureRequest, checker: CheckerDriver) -> Sample:
     """Sample rows of logits; keywords are those of `parameters`. bfloat16 rounds the logits first."""
-    if request.param == "numpy":
+    device, _, dtype = request.param.partition(" ")
+    if device == "numpy":
         return lambda logits, **changes: NumpyBackend().sample(
             np.asarray(logits, np.float32), parameters(len(logits), **changes)
         )
-    backend = CpuBackend(request.param, num_threads=2)
+    backend = CpuBackend(dtype, num_threads=2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
     return lambda logits, **changes: backend.sample(
-        torch.tensor(np.asarray(logits, np.float32)).to(getattr(torch, request.param)),
-        parameters(len(logits), **changes),
+        torch.tensor(np.asarray(logits, np.float32)).to(getattr(torch, dtype)), parameters(len(logits), **changes)
     )
 
 
@@ -387,8 +389,11 @@ def test_extreme_parameters_still_give_an_id_of_the_vocabulary(sample: Sample) -
             assert ((samples.token_ids >= 0) & (samples.token_ids < 70)).all()
 
 
-@pytest.mark.parametrize("vocab", [50, 64, 5000, 49152])
-def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "vocab"),
+    [("cpu", 50), ("cpu", 64), ("cpu", 5000), ("cpu", 49152), ("cuda", 50), ("cuda", 64), ("cuda", 2500)],
+)
+def test_every_device_draws_what_the_oracle_draws(device: str, vocab: int, checker: CheckerDriver) -> None:
     rng, rows = np.random.default_rng(vocab), 12
     changes = {
         "temperature": rng.choice([0.0, 0.3, 1.0, 2.0], rows),
@@ -408,8 +413,9 @@ def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
     for scale in (0.01, 3.0, 30.0):
         logits = normal(rows, vocab, scale=scale)
         expected = NumpyBackend().sample(logits, parameters(rows, **changes))
-        for dtype in (torch.float32, torch.bfloat16):
-            backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
-            actual = backend.sample(torch.from_numpy(logits).to(dtype), parameters(rows, **changes))
+        for dtype in ("float32", "bfloat16"):
+            backend = CpuBackend(dtype, 2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
+            x = torch.from_numpy(logits).to(getattr(torch, dtype))
+            actual = backend.sample(x, parameters(rows, **changes))
             np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
             np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-6)

@@ -1,0 +1,233 @@
+"""The CUDA device: matrix products by PyTorch, everything between them by the kernels of `gpu/kernels`.
+
+The library chooses the order of summation of a product by its shape, so every product has the same number of rows,
+`TILE_ROWS`: a row's result does not depend on how many others there are (ADR 14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
+from foreword.gpu.backends.row_independence import rows_are_independent
+from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.gpu.backends.staging import StagingBuffer
+from foreword.gpu.batch import Batch
+from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
+from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
+from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.step import StepPlan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TILE_ROWS = 128
+"""Few enough that the weights' memory traffic still decides the time of a product with one row."""
+BLOCK_SIZES = (16, 32)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_VOCAB_SIZE = 1 << 18
+WARP = 32
+_STAGING_BYTES = 1 << 20
+
+
+class CudaBackend(Backend[torch.Tensor]):
+    """PyTorch tensors on an NVIDIA device.
+
+    Keys and values lie as `[num_layers, num_blocks, G, block_size, D]` in the cache.
+    """
+
+    def __init__(self, dtype: str, driver: Driver, device: str = "cuda:0") -> None:
+        """Compute in `dtype` on a device of PyTorch.
+
+        Args:
+            dtype: compute dtype.
+            driver: compiles and launches the kernels on that device.
+            device: "cuda:0"; "cpu" with a driver that runs kernels there.
+        """
+        self.device = device
+        self.device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CUDA checker"
+        self.dtype = dtype
+        self._dtype = DTYPES[dtype]
+        self._device = torch.device(device)
+        self._launcher = KernelLauncher(driver, self._device)
+        self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
+        self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def is_row_independent(self, layers: Iterable[tuple[int, int]], max_rows: int) -> bool:
+        """Try whether products of these layers `(out_features, in_features)` are row-independent here."""
+        return all(
+            rows_are_independent(
+                lambda x, weight: self.linear(x, LinearWeight(weight, None)),
+                *layer,
+                max_rows,
+                self._dtype,
+                self._device,
+            )
+            for layer in layers
+        )
+
+    def weight(self, values: Float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def embedding_weight(self, table: Float32) -> torch.Tensor:
+        return self._tensor(table)
+
+    def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[torch.Tensor]:
+        return LinearWeight(self._tensor(weight), None if bias is None else self._tensor(bias))
+
+    def tied_linear_weight(self, table: torch.Tensor) -> LinearWeight[torch.Tensor]:
+        return LinearWeight(table, None)
+
+    def kv_cache(self, shape: KVCacheShape) -> KVCache[torch.Tensor]:
+        for name, value, allowed in (
+            ("block_size", shape.block_size, BLOCK_SIZES),
+            ("head_dim", shape.head_dim, HEAD_DIMS),
+        ):
+            if value not in allowed:
+                choices = ", ".join(map(str, allowed))
+                raise ConfigError(f"{name}: must be one of {choices} on the CUDA device, got {value}")
+        size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        try:
+            keys = torch.empty(size, dtype=self._dtype, device=self._device)
+            values = torch.empty(size, dtype=self._dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"kv_cache_memory: {shape.num_blocks} blocks do not fit the memory left on {self.device_name}"
+            ) from error
+        table = torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32, device=self._device)
+        return KVCache(shape, keys, values, table)
+
+    def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
+        token_ids, positions, token_rows, slot_mapping, logits_indices, updates = self._step_inputs.upload(
+            plan.token_ids,
+            plan.positions,
+            np.repeat(plan.rows, np.diff(plan.query_offsets)),
+            plan.slot_mapping,
+            plan.logits_indices,
+            np.ascontiguousarray(plan.block_table_updates.T),
+        )
+        if len(plan.block_table_updates):
+            rows, indices, blocks = updates
+            cache.block_table[rows, indices] = blocks
+        return Batch(token_ids, positions, token_rows, slot_mapping, logits_indices)
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        rows, width = len(token_ids), table.shape[1]
+        stream = torch.empty(rows, width, device=self._device)
+        self._launch(EMBEDDING, (rows,), token_ids, table, stream, width)
+        return stream
+
+    def rms_norm(
+        self, stream: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows, width = stream.shape
+        out = self._empty(rows, width)
+        self._launch(RMS_NORM, (rows,), stream, delta, weight, out, width, eps)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
+        rows = len(x)
+        out = self._empty(rows + -rows % TILE_ROWS, len(weight.weight))
+        tiles = torch.split(F.pad(x, (0, 0, 0, -rows % TILE_ROWS)), TILE_ROWS)
+        for tile, out_tile in zip(tiles, torch.split(out, TILE_ROWS), strict=True):
+            if weight.bias is None:
+                torch.mm(tile, weight.weight.T, out=out_tile)
+            else:
+                torch.addmm(weight.bias, tile, weight.weight.T, out=out_tile)
+        return out[:rows]
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotary: RotaryTable[torch.Tensor],
+        batch: Batch[torch.Tensor],
+        cache: KVCache[torch.Tensor],
+        layer: int,
+    ) -> torch.Tensor:
+        num_tokens, width = qkv.shape
+        shape = cache.shape
+        num_heads = width // shape.head_dim - 2 * shape.num_kv_heads
+        queries = self._empty(num_tokens, num_heads * shape.head_dim)
+        self._launch(
+            ROTATE_AND_STORE,
+            (num_tokens,),
+            qkv,
+            rotary.cos,
+            rotary.sin,
+            batch.positions,
+            batch.slot_mapping,
+            queries,
+            cache.keys[layer],
+            cache.values[layer],
+            num_heads,
+            shape.num_kv_heads,
+            shape.head_dim // 2,
+            shape.block_size,
+        )
+        return queries
+
+    def attention(
+        self,
+        queries: torch.Tensor,
+        batch: Batch[torch.Tensor],
+        cache: KVCache[torch.Tensor],
+        layer: int,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._empty(rows, width)
+        self._launch(SILU_AND_MUL, (rows,), gate_up, out, width)
+        return out
+
+    def gather_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, indices)
+
+    def sample(self, logits: torch.Tensor, params: SamplingBatch) -> Samples:
+        rows, vocab = logits.shape
+        if vocab > MAX_VOCAB_SIZE:
+            raise ConfigError(f"vocab_size: at most {MAX_VOCAB_SIZE} on the CUDA device, got {vocab}")
+        is_processed = (params.masks.index >= 0) | (params.num_masked > 0)
+        processed_rows = np.flatnonzero(is_processed).astype(np.int32)
+        processed_index = np.where(is_processed, np.cumsum(is_processed) - 1, -1).astype(np.int32)
+        row, mask_index, mask_words, masked_ids, num_masked, *drawing = self._sampling_inputs.upload(
+            processed_rows,
+            params.masks.index,
+            params.masks.words,
+            params.masked_ids,
+            params.num_masked,
+            processed_index,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seed,
+            params.position,
+            params.want_logprob,
+        )
+        processed = torch.empty(len(row), vocab, device=self._device)
+        sizes = (vocab, mask_words.shape[1], masked_ids.shape[1])
+        processing = (row, mask_index, mask_words, masked_ids, num_masked)
+        threads = min(SAMPLE.threads, vocab + -vocab % WARP)
+        self._launch(PROCESS, (len(row),), logits, *processing, processed, *sizes, threads=threads)
+        drawn = torch.empty(3, rows, dtype=torch.int32, device=self._device)
+        outputs = (drawn[0], drawn[1].view(torch.float32), drawn[2])
+        self._launch(SAMPLE, (rows,), logits, processed, *drawing, *outputs, vocab, threads=threads)
+        token_ids, logprobs, failed = drawn.cpu().numpy()
+        return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
+
+    def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument, threads: int | None = None) -> None:
+        self._launcher.launch(kernel, (self.dtype,), grid, *arguments, threads=threads)
+
+    def _empty(self, *size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=self._dtype, device=self._device)
+
+    def _tensor(self, values: Float32) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, self._dtype, copy=True)

@@ -1,0 +1,1 @@
+"""CUDA kernels: one family a `.cu` file."""

@@ -1,0 +1,193 @@
+"""Every kernel of the CUDA device: where it stands, what it takes, and for which types and sizes it is compiled.
+
+A parameter is written `name: type`. A type is a NumPy name such as `int32`, or `T`, the first template argument; with
+dimensions in brackets it is an array: `delta: T[rows, width]?`. A name among dimensions stands for one size within a
+launch, wherever it occurs, scalar parameters included; `2*width` is twice that size; `?` allows None.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
+"""Number formats as the kernels write them."""
+
+TemplateArgument = str | int | bool
+_PARAMETER = re.compile(r"(\w+): (\w+)(?:\[([^\]]*)\])?(\??)")
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A size of an array: `factor` times the size called `name`."""
+
+    factor: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a kernel.
+
+    Attributes:
+        name: as in the source.
+        dtype: of the value or of the elements; "T" for the first template argument.
+        dimensions: of an array; None for a value.
+        is_optional: None may be passed, which is a null pointer.
+    """
+
+    name: str
+    dtype: str
+    dimensions: tuple[Dimension, ...] | None
+    is_optional: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function template in a `.cu` file.
+
+    Attributes:
+        name: of the template.
+        file: beside this module.
+        threads: of a block, at most.
+        signature: parameters in order, as the module's docstring says.
+        instantiations: template arguments that it is checked with; number formats by their Python names.
+    """
+
+    name: str
+    file: str
+    threads: int
+    signature: tuple[str, ...]
+    instantiations: tuple[tuple[TemplateArgument, ...], ...]
+
+    @property
+    def source(self) -> Path:
+        """The file."""
+        return FOLDER / self.file
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The signature, read."""
+        return tuple(_read_parameter(text) for text in self.signature)
+
+    def expression(self, template: tuple[TemplateArgument, ...]) -> str:
+        """The instantiation as C++ writes it: `rms_norm<__nv_bfloat16>`."""
+        return f"{self.name}<{', '.join(_cpp(argument) for argument in template)}>"
+
+
+def _read_parameter(text: str) -> Parameter:
+    match = _PARAMETER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is not a parameter")
+    name, dtype, sizes, optional = match.groups()
+    dimensions = None if sizes is None else tuple(_read_dimension(size) for size in sizes.split(", "))
+    return Parameter(name, dtype, dimensions, optional == "?")
+
+
+def _read_dimension(text: str) -> Dimension:
+    factor, _, name = text.rpartition("*")
+    return Dimension(int(factor or 1), name)
+
+
+def _cpp(argument: TemplateArgument) -> str:
+    if isinstance(argument, bool):
+        return str(argument).lower()
+    return TYPES[argument] if isinstance(argument, str) else str(argument)
+
+
+EVERY_TYPE: tuple[tuple[TemplateArgument, ...], ...] = tuple((name,) for name in TYPES)
+
+EMBEDDING = Kernel(
+    "embedding",
+    "embedding.cu",
+    256,
+    ("token_ids: int32[rows]", "table: T[vocab, width]", "stream: float32[rows, width]", "width: int32"),
+    EVERY_TYPE,
+)
+RMS_NORM = Kernel(
+    "rms_norm",
+    "rms_norm.cu",
+    256,
+    (
+        "stream: float32[rows, width]",
+        "delta: T[rows, width]?",
+        "weight: float32[width]",
+        "out: T[rows, width]",
+        "width: int32",
+        "eps: float32",
+    ),
+    EVERY_TYPE,
+)
+ROTATE_AND_STORE = Kernel(
+    "rotate_and_store",
+    "rotary.cu",
+    128,
+    (
+        "qkv: T[tokens, qkv_width]",
+        "cos: float32[max_model_len, half]",
+        "sin: float32[max_model_len, half]",
+        "positions: int32[tokens]",
+        "slots: int32[tokens]",
+        "queries: T[tokens, query_width]",
+        "keys: T[num_blocks, num_kv_heads, block_size, 2*half]",
+        "values: T[num_blocks, num_kv_heads, block_size, 2*half]",
+        "num_heads: int32",
+        "num_kv_heads: int32",
+        "half: int32",
+        "block_size: int32",
+    ),
+    EVERY_TYPE,
+)
+SILU_AND_MUL = Kernel(
+    "silu_and_mul",
+    "activation.cu",
+    256,
+    ("gate_up: T[rows, 2*width]", "out: T[rows, width]", "width: int32"),
+    EVERY_TYPE,
+)
+GELU_AND_MUL = Kernel("gelu_and_mul", "activation.cu", 256, SILU_AND_MUL.signature, EVERY_TYPE)
+PROCESS = Kernel(
+    "process",
+    "process.cu",
+    1024,
+    (
+        "logits: T[rows, vocab]",
+        "row: int32[processed_rows]",
+        "mask_index: int32[rows]",
+        "mask_words: uint32[masks, words]",
+        "masked_ids: int32[rows, masked_width]",
+        "num_masked: int32[rows]",
+        "out: float32[processed_rows, vocab]",
+        "vocab: int32",
+        "words: int32",
+        "masked_width: int32",
+    ),
+    EVERY_TYPE,
+)
+SAMPLE = Kernel(
+    "sample",
+    "sample.cu",
+    1024,
+    (
+        "logits: T[rows, vocab]",
+        "processed: float32[processed_rows, vocab]",
+        "processed_index: int32[rows]",
+        "temperature: float32[rows]",
+        "top_k: int32[rows]",
+        "top_p: float32[rows]",
+        "min_p: float32[rows]",
+        "seed: uint64[rows]",
+        "position: int64[rows]",
+        "want_logprob: uint8[rows]",
+        "token_ids: int32[rows]",
+        "logprobs: float32[rows]",
+        "failed: int32[rows]",
+        "vocab: int32",
+    ),
+    EVERY_TYPE,
+)
+
+KERNELS = (EMBEDDING, RMS_NORM, ROTATE_AND_STORE, SILU_AND_MUL, GELU_AND_MUL, PROCESS, SAMPLE)
