@@ -7,6 +7,7 @@
 #include "device.cuh"
 
 constexpr int kSplit = 256;
+constexpr int kStep = 32;  // tokens that the running softmax takes at once
 
 // Rows of one sequence: query tokens x heads of one group, token-major. An item is a tile of them, for every KV head,
 // over the splits split_begin..split_end - 1. Same fields as gpu/backends/attention_plan.py.
@@ -39,6 +40,28 @@ __device__ __forceinline__ TokenRange visible_tokens(const AttentionItem& item, 
     const int first_seen = max(0, start + first_row / group - window + 1);
     const int last = start + (min(first_row + rows, num_rows) - 1) / group;
     return {max(first_seen, item.split_begin * kSplit), min(last + 1, item.split_end * kSplit)};
+}
+
+// Start copying the keys and values of token..token + STAGE - 1 of one KV head into shared memory; zeros outside `range`,
+// whose table entries are not read. All THREADS of the block take part.
+template <int D, int BLOCK, int THREADS, typename T, int STAGE, int ROW>
+__device__ __forceinline__ void fetch_tokens(T (&keys)[STAGE][ROW], T (&values)[STAGE][ROW], int token, TokenRange range,
+                                             const T* k_cache, const T* v_cache, const int* blocks, int kv_heads, int head) {
+    constexpr int VECTOR = 16 / sizeof(T);
+#pragma unroll
+    for (int b = 0; b < STAGE; b += BLOCK) {
+        const int first = token + b;
+        const bool used = first < range.end && first + BLOCK > range.begin;
+        const int block = used ? __ldg(blocks + first / BLOCK) : 0;
+        const size_t base = ((size_t)block * kv_heads + head) * BLOCK * D;
+#pragma unroll
+        for (int c = threadIdx.x; c < BLOCK * D / VECTOR; c += THREADS) {
+            const int t = c / (D / VECTOR), d = c % (D / VECTOR) * VECTOR;
+            const bool on = first + t >= range.begin && first + t < range.end;
+            copy_async(&keys[b + t][d], k_cache + base + c * VECTOR, on);
+            copy_async(&values[b + t][d], v_cache + base + c * VECTOR, on);
+        }
+    }
 }
 
 // cap * tanh(score / cap), both in units of log2: tanh x = 1 - 2 / (exp(2 x) + 1).

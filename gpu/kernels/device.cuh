@@ -108,7 +108,7 @@ template <> __device__ __forceinline__ u32 pack<__half>(float low, float high) {
 template <typename T> struct Vector16 {
     static constexpr int N = 16 / sizeof(T);
     static __device__ __forceinline__ void load(const T* from, float (&to)[N]) {
-        const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from));
+        const uint4 raw = *reinterpret_cast<const uint4*>(from);
         const T* values = reinterpret_cast<const T*>(&raw);
 #pragma unroll
         for (int i = 0; i < N; ++i) to[i] = to_float(values[i]);

@@ -22,8 +22,6 @@
 // "FlashInfer" (2025) for the work list.
 #include "attention.cuh"
 
-constexpr int kStep = 32;
-
 // One warp's 16 rows. Lane l holds rows l / 4 and l / 4 + 8; of the columns, pairs as the mma fragments lay them out.
 // Query fragments stay in registers as long as there is room for them.
 template <typename T, int D> struct RowTile {
@@ -175,26 +173,6 @@ template <typename T, int D, int WARPS> struct Shared {
     T keys[2][STAGE][ROW], values[2][STAGE][ROW];
     T queries[RowTile<T, D>::RESIDENT ? 1 : WARPS * 16][ROW];  // scratch of RowTile
     float total[WARPS][D / 8][4][32];  // splits folded so far; each thread reads and writes its own
-
-    // Start copying the keys and values of token..token + STAGE - 1; zeros outside the range.
-    template <int BLOCK>
-    __device__ __forceinline__ void fetch(int stage, int token, TokenRange range, const T* k_cache, const T* v_cache,
-                                          const int* blocks, int kv_heads, int head) {
-#pragma unroll
-        for (int b = 0; b < STAGE; b += BLOCK) {
-            const int first = token + b;
-            const bool used = first < range.end && first + BLOCK > range.begin;
-            const int block = used ? __ldg(blocks + first / BLOCK) : 0;
-            const size_t base = ((size_t)block * kv_heads + head) * BLOCK * D;
-#pragma unroll
-            for (int c = threadIdx.x; c < BLOCK * D / 8; c += WARPS * 32) {
-                const int t = c / (D / 8), d = c % (D / 8) * 8;
-                const bool on = first + t >= range.begin && first + t < range.end;
-                copy_async(&keys[stage][b + t][d], k_cache + base + c * 8, on);
-                copy_async(&values[stage][b + t][d], v_cache + base + c * 8, on);
-            }
-        }
-    }
 };
 
 template <int WARPS> __device__ __forceinline__ void sync_block() {
@@ -227,14 +205,17 @@ paged_attention(const T* __restrict__ q, const T* __restrict__ k_cache, const T*
         rows.load(q + (size_t)head * group * D, item, first_row, group, window, q_stride, scratch);
         rows.clear();
 
+        auto fetch = [&](int stage, int token) {
+            fetch_tokens<D, BLOCK, WARPS * 32>(shared.keys[stage], shared.values[stage], token, range, k_cache, v_cache,
+                                               blocks, kv_heads, head);
+        };
         const int begin = range.begin / STAGE * STAGE;
-        shared.template fetch<BLOCK>(0, begin, range, k_cache, v_cache, blocks, kv_heads, head);
+        fetch(0, begin);
         commit_copies();
         int stage = 0;
         for (int token = begin; token < range.end; token += STAGE, stage ^= 1) {
             const int next = token + STAGE;
-            if (next < range.end)
-                shared.template fetch<BLOCK>(stage ^ 1, next, range, k_cache, v_cache, blocks, kv_heads, head);
+            if (next < range.end) fetch(stage ^ 1, next);
             commit_copies();
             wait_for_copies<1>();
             sync_block<WARPS>();  // every thread's copies of this stage have landed

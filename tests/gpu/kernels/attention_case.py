@@ -17,6 +17,7 @@ LOG2E = 1.4426950408889634
 POISON = {"float": 0x7FC0DEAD, "__half": 0x7E01, "__nv_bfloat16": 0x7FC1}  # NaN
 NUM_BLOCKS = 2  # of the grid, so that work goes round
 MERGE_WARPS = 2
+FMA_ROWS = 4
 
 
 def to_bits(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -88,7 +89,10 @@ class AttentionCase:
         return self.head_dim**-0.5
 
     def planner(self, **changes: Any) -> AttentionPlanner:
-        fields = {"wide_rows": 64, "num_workers": 8, "max_partials": 4096} | changes
+        fields = {"wide_rows": 64, "num_workers": 8, "max_partials": 4096}
+        if self.dtype == "float":
+            fields |= {"wide_rows": 0, "narrow_rows": FMA_ROWS}
+        fields |= changes
         return AttentionPlanner(self.group, self.num_kv_heads, self.window, **fields)
 
     def plan(self, **changes: Any) -> AttentionPlan:
@@ -131,6 +135,9 @@ class AttentionCase:
         cache = (self.q, self.keys, self.values, self.block_table)
         shape = (np.int32(heads), np.int32(self.group), np.int32(self.block_table.shape[1]), np.int32(self.q.shape[1]))
         for items, kernel in ((plan.narrow, kernels.narrow), (plan.wide, kernels.wide)):
+            if kernel is None:
+                assert not len(items)
+                continue
             args = (*cache, items, count(items), out, partial_out, partial_stats, *shape, window, scale)
             kernel((*args, np.float32(self.soft_cap)), seed)
         args = (partial_out, partial_stats, plan.merges, count(plan.merges), out, np.int32(heads), np.int32(self.group))
@@ -157,10 +164,10 @@ class Launch:
 
 @dataclass
 class AttentionKernels:
-    """The three kernels of one element type, head size and block size."""
+    """The kernels of one element type, head size and block size; on CUDA cores there are no wide tiles."""
 
     narrow: Launch
-    wide: Launch
+    wide: Launch | None
     merge: Launch
 
 
@@ -181,6 +188,15 @@ def tensor_core_kernels(dtype: str, head_dim: int, block_size: int, code: str | 
         Launch(wide, 128, shared_bytes(head_dim, 4)),
         merge_kernel(dtype, head_dim),
     )
+
+
+def cuda_core_kernels(dtype: str, head_dim: int, block_size: int, code: str | None = None) -> AttentionKernels:
+    name = f"paged_attention_fma<{dtype}, {head_dim}, {block_size}, {FMA_ROWS}>"
+    source = code or (KERNELS / "paged_attention_fma.cu").read_text()
+    module = simt.RawModule(source, options=OPTIONS, name_expressions=[name], filename="paged_attention_fma.cu")
+    size = 4 if dtype == "float" else 2
+    num_bytes = 4 * 32 * (head_dim * size + 16) + FMA_ROWS * (head_dim + 32) * 4
+    return AttentionKernels(Launch(module.get_function(name), 32, num_bytes), None, merge_kernel(dtype, head_dim))
 
 
 def merge_kernel(dtype: str, head_dim: int) -> Launch:

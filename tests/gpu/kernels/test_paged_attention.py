@@ -6,12 +6,20 @@ from functools import cache
 
 import numpy as np
 import pytest
-from attention_case import AttentionCase, AttentionKernels, from_bits, relative_error, tensor_core_kernels
+from attention_case import (
+    AttentionCase,
+    AttentionKernels,
+    cuda_core_kernels,
+    from_bits,
+    relative_error,
+    tensor_core_kernels,
+)
 
-BF16, F16 = "__nv_bfloat16", "__half"
-LIMIT = {BF16: 5e-3, F16: 8e-4, "float": 2e-6}
+BF16, F16, F32 = "__nv_bfloat16", "__half", "float"
+LIMIT = {BF16: 5e-3, F16: 8e-4, F32: 2e-6}
 ORDERS = [0, 1, 2]
 INSTANTIATIONS = [(BF16, 64, 16), (F16, 128, 32), (BF16, 80, 32), (F16, 96, 16), (BF16, 256, 16), (F16, 16, 16)]
+INSTANTIATIONS += [(F32, 16, 16), (F32, 80, 32), (F32, 256, 16)]
 SHAPES = {
     "decode, verify and prompt chunks": {"query_lens": (1, 5, 40, 1), "context_lens": (300, 5, 600, 1)},
     "a sequence without tokens": {"query_lens": (0, 1, 0), "context_lens": (0, 17, 0)},
@@ -33,13 +41,14 @@ SHAPES = {
 
 @cache
 def kernels(dtype: str, head_dim: int, block_size: int) -> AttentionKernels:
-    return tensor_core_kernels(dtype, head_dim, block_size)
+    return (cuda_core_kernels if dtype == F32 else tensor_core_kernels)(dtype, head_dim, block_size)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values(shape: str, order: int) -> None:
-    case = AttentionCase(**SHAPES[shape])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_values(dtype: str, shape: str, order: int) -> None:
+    case = AttentionCase(**SHAPES[shape], dtype=dtype)
     out = case.run(kernels(case.dtype, case.head_dim, case.block_size), seed=order)
     assert relative_error(out, case.reference()) < LIMIT[case.dtype]
 
@@ -90,16 +99,17 @@ def test_the_bits_of_a_row_do_not_depend_on_the_plan(changes: dict[str, object])
         np.testing.assert_array_equal(case.run(run, plan), want, err_msg=str(fields))
 
 
-def test_the_bits_of_a_row_do_not_depend_on_chunks_and_batch() -> None:
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_the_bits_of_a_row_do_not_depend_on_chunks_and_batch(dtype: str) -> None:
     """The rows of a prompt chunk equal those of the same tokens decoded one by one, in any company."""
-    whole = AttentionCase((40,), (301,), seed=5)
-    run = kernels(BF16, 64, 16)
+    whole = AttentionCase((40,), (301,), dtype, seed=5)
+    run = kernels(dtype, 64, 16)
     want = whole.run(run)
     for begin, end in ((0, 1), (3, 4), (7, 12), (20, 40)):
-        part = AttentionCase((40,), (301,), seed=5)
+        part = AttentionCase((40,), (301,), dtype, seed=5)
         part.query_lens, part.context_lens, part.q = (end - begin,), (301 - 40 + end,), whole.q[begin:end].copy()
         np.testing.assert_array_equal(part.run(run), want[begin:end])
-    batch = AttentionCase((40,), (301,), seed=5)
+    batch = AttentionCase((40,), (301,), dtype, seed=5)
     batch.query_lens, batch.context_lens = (2, 40, 1), (9, 301, 264)
     batch.block_table = np.repeat(batch.block_table, 3, axis=0)
     batch.q = np.concatenate([whole.q[:2], whole.q, whole.q[2:3]])
