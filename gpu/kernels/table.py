@@ -2,11 +2,12 @@
 
 A parameter is written `name: type`. A type is a NumPy name such as `int32`, or `T`, the first template argument; with
 dimensions in brackets it is an array: `delta: T[rows, width]?`. A name among dimensions stands for one size within a
-launch, wherever it occurs, scalar parameters included; `2*width` is twice that size; `?` allows None.
+launch, wherever it occurs, scalar parameters included; `2*width` is twice that size, `2` is 2; `?` allows None.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ _PARAMETER = re.compile(r"(\w+): (\w+)(?:\[([^\]]*)\])?(\??)")
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A size of an array: `factor` times the size called `name`."""
+    """A size of an array: `factor` times the size called `name`, or `factor` alone if that is empty."""
 
     factor: int
     name: str
@@ -88,6 +89,8 @@ def _read_parameter(text: str) -> Parameter:
 
 
 def _read_dimension(text: str) -> Dimension:
+    if text.isdigit():
+        return Dimension(int(text), "")
     factor, _, name = text.rpartition("*")
     return Dimension(int(factor or 1), name)
 
@@ -190,4 +193,64 @@ SAMPLE = Kernel(
     EVERY_TYPE,
 )
 
-KERNELS = (EMBEDDING, RMS_NORM, ROTATE_AND_STORE, SILU_AND_MUL, GELU_AND_MUL, PROCESS, SAMPLE)
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+_BLOCK_SIZES = (16, 32)
+PAGED_ATTENTION = Kernel(
+    "paged_attention",
+    "paged_attention.cu",
+    128,
+    (
+        "q: T[tokens, q_stride]",
+        "k_cache: T[num_blocks, kv_heads, block_size, head_dim]",
+        "v_cache: T[num_blocks, kv_heads, block_size, head_dim]",
+        "block_table: int32[table_rows, max_blocks]",
+        "items: int32[num_items, 8]",
+        "count: int32[1]",
+        "out: T[tokens, q_stride]",
+        "partial_out: float32[partials, kv_heads, head_dim]",
+        "partial_stats: float32[partials, kv_heads, 2]",
+        "kv_heads: int32",
+        "group: int32",
+        "max_blocks: int32",
+        "q_stride: int32",
+        "window: int32",
+        "scale_log2: float32",
+        "soft_cap: float32",
+    ),
+    tuple(itertools.product(("bfloat16", "float16"), _HEAD_DIMS, _BLOCK_SIZES, (1, 4))),
+)
+PAGED_ATTENTION_FMA = Kernel(
+    "paged_attention_fma",
+    "paged_attention_fma.cu",
+    32,
+    PAGED_ATTENTION.signature,
+    tuple(itertools.product(("float32",), _HEAD_DIMS, _BLOCK_SIZES, (4,))),
+)
+MERGE_SPLITS = Kernel(
+    "merge_splits",
+    "attention_merge.cu",
+    64,
+    (
+        "partial_out: float32[partials, kv_heads, head_dim]",
+        "partial_stats: float32[partials, kv_heads, 2]",
+        "items: int32[num_items, 5]",
+        "count: int32[1]",
+        "out: T[tokens, width]",
+        "kv_heads: int32",
+        "group: int32",
+    ),
+    tuple(itertools.product(TYPES, _HEAD_DIMS, (2,))),
+)
+
+KERNELS = (
+    EMBEDDING,
+    RMS_NORM,
+    ROTATE_AND_STORE,
+    SILU_AND_MUL,
+    GELU_AND_MUL,
+    PROCESS,
+    SAMPLE,
+    PAGED_ATTENTION,
+    PAGED_ATTENTION_FMA,
+    MERGE_SPLITS,
+)
