@@ -13,10 +13,12 @@ import numpy as np
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DeadlineInfeasible, DuplicateRequest, QueueFull
 from foreword.scheduler.reference_blocks import ReferenceBlocks
+from foreword.scheduler.reference_queue import ReferenceQueue
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import (
     SEQUENCE_UPDATE,
     Drafts,
+    DraftState,
     FinishReason,
     SchedulerLoad,
     StepKind,
@@ -36,6 +38,7 @@ class _Sequence:
     order: int
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
+    rank: int = 0
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
@@ -43,7 +46,7 @@ class _Sequence:
     num_computed: int = 0
     num_computed_max: int = 0
     prefill_end: int = 0
-    leader: _Sequence | None = None  # the output of the same request that computes the prompt
+    leader: _Sequence | None = None  # the output of the same request that computes the prompt, until it has or ends
     is_paused: bool = False
     num_scheduled: int = 0  # tokens in the plan that has not been applied
     num_overtaken: int = 0
@@ -57,9 +60,9 @@ class _Sequence:
     num_recomputed: int = 0
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Sorts sequences in the order in which they are served."""
-        return -self.request.priority, self.order
+    def place(self) -> tuple[int, int]:
+        """Sorts running sequences in the order in which they are served."""
+        return -self.rank, self.order
 
     @property
     def num_prompt(self) -> int:
@@ -76,13 +79,7 @@ class _Sequence:
     @property
     def is_ready(self) -> bool:
         """It may be scheduled."""
-        return not self.is_paused and not self.is_following
-
-    @property
-    def is_following(self) -> bool:
-        """True until its leader has computed the prompt or has ended."""
-        leader = self.leader
-        return leader is not None and not leader.finish_reason and leader.num_computed_max < leader.num_prompt
+        return not self.is_paused and self.leader is None
 
     @property
     def has_progress(self) -> bool:
@@ -127,6 +124,14 @@ class ReferenceScheduler:
         self.block_table_updates: list[tuple[int, int, int]] = []
         self.num_budget = 0
         self.has_preempted = False
+        self.waiting: ReferenceQueue[_Sequence] = ReferenceQueue(config)
+        self.passed: list[_Sequence] = []
+        self.draft_budget = 0
+        self.num_drafts_planned = 0
+        self.num_drafts_dropped = 0
+        self.step_start_ns = 0
+        self.measured_tokens = 0  # of the step under way
+        self.measured = (0, 0, 0)  # steps, their tokens, their nanoseconds
 
     # Requests
 
@@ -136,6 +141,8 @@ class ReferenceScheduler:
         prompt = request.prompt_token_ids.tolist()
         if not prompt or min(prompt) < 0 or request.stopping.max_output_tokens < 1:
             raise ValueError("malformed request")
+        if abs(request.priority) > 100:
+            raise ValueError("priority")
         if not 1 <= request.num_outputs <= self.config.max_num_waiting:
             raise ValueError("number of outputs")
         outputs = [request.output(i) for i in range(request.num_outputs)]
@@ -144,8 +151,8 @@ class ReferenceScheduler:
         max_tokens = len(prompt) + request.stopping.max_output_tokens
         if max_tokens > self.config.max_model_len or self._num_blocks_for(max_tokens - 1) > self.config.num_blocks:
             raise ContextLengthExceeded("too long")
-        if request.deadline_ns and request.deadline_ns <= self.now_ns:
-            raise DeadlineInfeasible("passed")
+        if request.deadline_ns and request.deadline_ns <= self.now_ns + self._wait_ns(request):
+            raise DeadlineInfeasible("too late")
         waiting = self._waiting()
         capacity = self.config.max_num_waiting + self.config.max_num_sequences
         if len(waiting) + len(outputs) > self.config.max_num_waiting:
@@ -158,9 +165,28 @@ class ReferenceScheduler:
         leader = None
         for output in outputs:
             s = _Sequence(output, self.num_added, list(prompt), leader=leader)
-            leader = leader or s
             self.sequences[output.request_key] = s
             self.num_added += 1
+            self.waiting.open_flow(output)
+            if leader is None:
+                leader = s
+                self.waiting.push(s, self.now_ns)
+
+    def _wait_ns(self, request: Request) -> int:
+        """Time for the tokens that go before a new request, as far as past steps tell."""
+        _, num_measured, duration_ns = self.measured
+        if not num_measured:
+            return 0
+        num_running = sum(s.prefill_end - s.num_computed for s in self._running() if s.is_prefill)
+        return (num_running + self.waiting.num_tokens_before(request)) * duration_ns // num_measured
+
+    def _queue_followers(self, leader: _Sequence) -> None:
+        """Its prompt is computed or never will be: those that waited for it are on their own."""
+        for s in self._active():
+            if s.leader is leader:
+                s.leader = None
+                if not s.is_paused:
+                    self.waiting.push(s, self.now_ns)
 
     def cancel(self, request_key: int) -> bool:
         """End a request."""
@@ -174,6 +200,7 @@ class ReferenceScheduler:
         if (s := self._find(request_key)) is None:
             return False
         s.is_paused = True
+        self.waiting.discard(s)
         if not s.num_scheduled:
             s.drafts = []
         return True
@@ -182,6 +209,8 @@ class ReferenceScheduler:
         """Undo `pause`."""
         if (s := self._find(request_key)) is None:
             return False
+        if s.is_paused and s.row is None and not s.leader:
+            self.waiting.push(s, self.now_ns)
         s.is_paused = False
         return True
 
@@ -193,62 +222,93 @@ class ReferenceScheduler:
             raise RuntimeError("step is open")
         self.now_ns = max(self.now_ns, now_ns)
         self.planned, self.admitted, self.block_table_updates = [], [], []
+        self._measure()
         self.num_budget = self.config.max_num_batched_tokens
         self.has_preempted = False
         for s in sorted(self._active(), key=lambda s: (s.request.deadline_ns, s.order)):
             if s.request.deadline_ns and s.request.deadline_ns <= self.now_ns:
                 self._end(s, FinishReason.DEADLINE)
         running = self._running()
+        prefills = [s for s in running if s.is_prefill]
+        self._set_draft_budget(prefills)
         self._schedule_decodes([s for s in running if not s.is_prefill])
-        prefills = [s for s in running if s.is_prefill and s.row is not None]
-        self._schedule_prefills(prefills)
-        if not self.has_preempted:
-            self._schedule_admissions(sum(self._num_blocks_for(s.prefill_end) - len(s.blocks) for s in prefills))
+        self._schedule_prompts(prefills)
         self.step_id += 1
         self.is_step_open = True
+        num_tokens = self.config.max_num_batched_tokens - self.num_budget
+        self.step_start_ns = self.now_ns
+        self.measured_tokens = num_tokens if 2 * num_tokens >= self.config.max_num_batched_tokens else 0
         return self._plan()
+
+    def _measure(self) -> None:
+        """The last step has taken until now, if it was at least half full and there was no pause after it."""
+        duration_ns = self.now_ns - self.step_start_ns
+        if self.measured_tokens and duration_ns:
+            num_steps, num_tokens, total_ns = self.measured
+            self.measured = (num_steps + 1, num_tokens + self.measured_tokens, total_ns + duration_ns)
+            if num_steps + 1 == 16:
+                self.measured = (8, self.measured[1] // 2, self.measured[2] // 2)
+        self.measured_tokens = 0
+
+    def _set_draft_budget(self, prefills: list[_Sequence]) -> None:
+        """Drafts get what neither running sequences nor prompts that could be computed in this step can use."""
+        num_tokens = sum(s.prefill_end - s.num_computed for s in prefills if not s.is_paused)
+        if self.free_rows:
+            num_tokens += sum(len(s.tokens) for s in self.waiting.members)
+        self.draft_budget = max(0, self.num_budget - len(self._running()) - num_tokens)
+        self.num_drafts_planned = self.num_drafts_dropped = 0
 
     def _schedule_decodes(self, decodes: list[_Sequence]) -> None:
         num_running = len(self._running())
-        draft_budget = self.config.max_num_batched_tokens - num_running
         for s in decodes:
             if s.is_paused or s.row is None or not (self._num_in_reach(s) or self._make_room(s)):
                 continue
             num_blocks = max(len(s.blocks), self._num_blocks_for(s.num_computed + 1))
             num_blocks += max(0, self.blocks.num_free - num_running)
             num_slots = num_blocks * self.config.block_size - s.num_computed - 1
-            s.drafts = s.drafts[: min(draft_budget, num_slots)]
-            draft_budget -= len(s.drafts)
+            num_proposed = len(s.drafts)
+            s.drafts = s.drafts[: min(self.draft_budget - self.num_drafts_planned, num_slots)]
+            self.num_drafts_planned += len(s.drafts)
+            self.num_drafts_dropped += num_proposed - len(s.drafts)
             self._schedule(s, 1 + len(s.drafts))
 
-    def _schedule_prefills(self, prefills: list[_Sequence]) -> None:
+    def _schedule_prompts(self, prefills: list[_Sequence]) -> None:
+        self.passed = []
         for s in prefills:
             if s.is_paused or s.row is None:
                 continue
+            self._schedule_admissions(prefills, above=s.rank)
             if not self.planned and self._num_in_reach(s) == 0 and not self._make_room(s):
                 continue
             num_tokens = min(len(s.tokens) - s.num_computed, self.num_budget, self._num_in_reach(s))
             if num_tokens:
                 self._schedule(s, num_tokens)
+        self._schedule_admissions(prefills)
 
-    def _schedule_admissions(self, num_reserved: int) -> None:
-        passed: list[_Sequence] = []
-        for s in sorted((s for s in self._waiting() if s.is_ready), key=lambda s: s.rank):
-            if not self.planned:
+    def _schedule_admissions(self, prefills: list[_Sequence], above: int | None = None) -> None:
+        if self.has_preempted:
+            return
+        while best := self.waiting.best(self.passed, self.now_ns):
+            s, rank = best
+            if above is not None and rank <= above:
+                break
+            s.rank = rank
+            if not self.planned and above is None:
                 while not self.free_rows or self._num_taken(s) > self.blocks.num_free:
                     self._preempt(self._running()[-1])
                 num_free = self.blocks.num_free
             else:
+                num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in prefills)
                 num_free = self.blocks.num_free - num_reserved - len(self._running())
-            if any(p.num_overtaken == MAX_OVERTAKEN for p in passed) or len(passed) == MAX_OVERTAKEN:
+            if any(p.num_overtaken == MAX_OVERTAKEN for p in self.passed) or len(self.passed) == MAX_OVERTAKEN:
                 break
             if self.num_budget == 0 or not self.free_rows:
                 break
             if self._num_taken(s) > num_free:
-                passed.append(s)
+                self.passed.append(s)
                 continue
             self._admit(s)
-            for p in passed:
+            for p in self.passed:
                 p.num_overtaken += 1
 
     def _num_taken(self, s: _Sequence) -> int:
@@ -260,6 +320,7 @@ class ReferenceScheduler:
         return [] if s.request.bypass_prefix_cache else self.blocks.hits(s.request.cache_salt, s.tokens)
 
     def _admit(self, s: _Sequence) -> None:
+        self.waiting.admit(s, self.now_ns)
         s.row = self.free_rows.pop()
         self.generations[s.row] += 1
         s.blocks = self._hits(s)
@@ -270,8 +331,8 @@ class ReferenceScheduler:
         s.num_prompt_computed = min(s.num_computed, s.num_prompt)
         if s.num_preemptions == 0:
             s.num_cached = s.num_computed
+            self.waiting.charge(s, s.num_prompt - s.num_computed)
         s.prefill_end = len(s.tokens)
-        s.num_overtaken = 0
         s.first_scheduled_ns = s.first_scheduled_ns or self.now_ns
         self.admitted.append(s)
         self._schedule(s, min(len(s.tokens) - s.num_computed, self.num_budget))
@@ -326,7 +387,7 @@ class ReferenceScheduler:
         while not self.blocks.num_free:
             running = self._running()
             paused = [v for v in running if v.is_paused]
-            behind = [v for v in running if v.rank >= s.rank]
+            behind = [v for v in running if v.place >= s.place]
             with_progress = [v for v in behind if v.has_progress]
             victim = (paused or with_progress or behind)[-1]
             self._preempt(victim)
@@ -337,9 +398,13 @@ class ReferenceScheduler:
     def _preempt(self, s: _Sequence) -> None:
         self.has_preempted = True
         s.num_preemptions += 1
+        if len(s.tokens) > s.prefill_end:
+            s.num_overtaken = 0
         s.num_computed = s.num_prompt_computed = 0
         s.drafts = []
         self._release(s)
+        if not s.is_paused:
+            self.waiting.push(s, self.now_ns)
 
     def _release(self, s: _Sequence) -> None:
         assert s.row is not None
@@ -350,7 +415,10 @@ class ReferenceScheduler:
 
     def _end(self, s: _Sequence, reason: FinishReason) -> None:
         s.finish_reason = reason
+        s.leader = None
+        self._queue_followers(s)
         self.ended.append(s)
+        self.waiting.discard(s)
         if s.row is not None and not s.num_scheduled:
             self._release(s)
 
@@ -378,6 +446,9 @@ class ReferenceScheduler:
                 continue
             start, end = offsets[b], offsets[b + 1]
             record = self._commit(s, token_ids[start:end], failed[b])
+            self.waiting.charge(s, record[2])
+            if s.num_computed >= s.num_prompt or s.finish_reason:
+                self._queue_followers(s)
             updates.append(record)
             if drafts is not None and not s.is_paused and not s.finish_reason:
                 num_left = s.request.stopping.max_output_tokens - s.num_output
@@ -393,15 +464,24 @@ class ReferenceScheduler:
         for s in self.ended + finished:
             if s.row is not None:
                 self._release(s)
+            self.waiting.close_flow(s.request)
             del self.sequences[s.request.request_key]
         self.ended = []
         self.is_step_open = False
+        if not self.has_work:
+            self.measured_tokens = 0
         return StepUpdate(
             self.step_id,
             np.array(updates, SEQUENCE_UPDATE),
             np.array(update_token_ids, np.int32),
             np.array(update_logprobs, np.float32),
+            self._draft_state(),
         )
+
+    def _draft_state(self) -> DraftState:
+        if self.num_drafts_planned or not self.num_drafts_dropped:
+            return DraftState.ACTIVE
+        return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
 
     def _commit(self, s: _Sequence, accepted: list[int], failed: bool) -> tuple[int, ...]:
         kind = StepKind.PREFILL if s.is_prefill else StepKind.VERIFY if s.drafts else StepKind.DECODE
@@ -511,7 +591,7 @@ class ReferenceScheduler:
         return [s for s in self._active() if s.row is None]
 
     def _running(self) -> list[_Sequence]:
-        return sorted((s for s in self.sequences.values() if s.row is not None), key=lambda s: s.rank)
+        return sorted((s for s in self.sequences.values() if s.row is not None), key=lambda s: s.place)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -57,7 +57,7 @@ class DraftState(IntEnum):
     DISABLED = 2  # the operator turned speculation off
     DRAFTER_FAILED = 3
     NO_GAIN = 4  # checking them would cost more time than they are expected to save
-    CACHE_PRESSURE = 5
+    CACHE_PRESSURE = 5  # they would take blocks that other sequences may need
     PREFILL_PRESSURE = 6  # prompts wait for the time that drafts would take
 
 
@@ -178,12 +178,15 @@ class StepUpdate:
         sequences: `[U]` of dtype `SEQUENCE_UPDATE`.
         token_ids: `[N]` tokens of the sequences, in order, `num_tokens` each.
         logprobs: `[N]`.
+        draft_state: `PREFILL_PRESSURE` or `CACHE_PRESSURE` when drafts were proposed for the step and the plan had room
+            for none of them, otherwise `ACTIVE`.
     """
 
     step_id: int
     sequences: npt.NDArray[np.void]
     token_ids: Int32Array
     logprobs: Float32Array
+    draft_state: DraftState
 
 
 @dataclass(frozen=True, slots=True)

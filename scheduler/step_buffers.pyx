@@ -199,7 +199,9 @@ cdef class StepBuffers:
         self.draft_token_ids = ids
         return 0
 
-    cdef object update(self, object step_id):
+    cdef object update(self, object step_id, object draft_state):
         updates, token_ids, logprobs = self.update_arrays
         cdef int num_tokens = self.num_update_tokens
-        return StepUpdate(step_id, updates[: self.num_updates], token_ids[:num_tokens], logprobs[:num_tokens])
+        return StepUpdate(
+            step_id, updates[: self.num_updates], token_ids[:num_tokens], logprobs[:num_tokens], draft_state
+        )

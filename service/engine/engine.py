@@ -11,7 +11,7 @@ import numpy.typing as npt
 from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult, StepUpdate
 from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
 
 
@@ -110,10 +110,15 @@ class Engine:
             num_sequences=plan.num_sequences,
             num_tokens=plan.num_tokens,
             load=self._scheduler.load(),
-            draft_state=result.draft_state if result else self._draft_state,
+            draft_state=self._draft_state_after(result, update),
         )
         self._draft_state = header.draft_state
         return StepReport(header, update.sequences, update.token_ids, update.logprobs)
+
+    def _draft_state_after(self, result: StepResult | None, update: StepUpdate) -> DraftState:
+        """What keeps the device from proposing, else what kept the scheduler from taking what it had proposed."""
+        state = result.draft_state if result else self._draft_state
+        return update.draft_state if state is DraftState.ACTIVE else state
 
     @property
     def has_work(self) -> bool:

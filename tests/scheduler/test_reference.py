@@ -71,6 +71,7 @@ class Twins:
         family: int,
         cache_salt: str,
         bypass_prefix_cache: bool,
+        tenant: str,
         num_outputs: int,
     ) -> None:
         prompt = np.arange(num_prompt, dtype=np.int32) // (1 + family) % NUM_TOKEN_IDS
@@ -83,6 +84,7 @@ class Twins:
             deadline_ns=deadline_ns,
             cache_salt=cache_salt,
             bypass_prefix_cache=bypass_prefix_cache,
+            tenant=tenant,
             num_outputs=num_outputs,
         )
         keys = range(self.next_key, self.next_key + num_outputs)
@@ -181,11 +183,13 @@ class BothSchedulers(RuleBasedStateMachine):
         max_model_len=st.integers(2, 40),
         max_num_waiting=st.integers(1, 8),
         max_num_waiting_tokens=st.integers(1, 80),
+        priority_aging_ns=st.integers(1, 20),
         hash_mask=st.sampled_from([(1 << 64) - 1, 1, 0]),
     )
     def build(self, extra_budget: int, hash_mask: int, **limits: int) -> None:
         budget = limits["max_num_sequences"] + extra_budget
-        self.twins = Twins(SchedulerConfig(max_num_batched_tokens=budget, **limits), hash_mask)
+        config = SchedulerConfig(max_num_batched_tokens=budget, tenant_weights=(("heavy", 5),), **limits)
+        self.twins = Twins(config, hash_mask)
 
     @rule(
         num_prompt=st.integers(1, 30),
@@ -198,6 +202,7 @@ class BothSchedulers(RuleBasedStateMachine):
         family=st.integers(0, 2),
         cache_salt=st.sampled_from(["", "", "a", "b"]),
         bypass_prefix_cache=st.sampled_from([False, False, False, True]),
+        tenant=st.sampled_from(["", "heavy", "light"]),
         num_outputs=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
@@ -244,7 +249,9 @@ BothSchedulers.TestCase.settings = settings(
 TestBothSchedulers = BothSchedulers.TestCase
 
 
-def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None, int, str, bool, int]:
+def random_request(
+    random: Random, num_tenants: int
+) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
@@ -257,6 +264,7 @@ def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None
         random.choice([0, 0, 1, 2]),
         random.choice(["", "", "", "a"]),
         random.random() < 0.1,
+        f"tenant-{random.randrange(num_tenants)}",
         random.choice([1, 1, 1, 2, 4]),
     )
 
@@ -275,14 +283,17 @@ def test_long_random_walks_agree(seed: int) -> None:
             max_model_len=random.choice([24, 60]),
             max_num_waiting=20,
             max_num_waiting_tokens=300,
+            priority_aging_ns=random.choice([1, 7, 1000]),
+            tenant_weights=(("tenant-0", 3), ("tenant-1", 1000)),
         ),
         random.choice([0, 3, (1 << 64) - 1, (1 << 64) - 1]),
     )
     num_token_ids = random.choice([NUM_TOKEN_IDS, 100])
     pause_rate = random.choice([0.0, 0.05, 0.3])
+    num_tenants = random.choice([1, 3, 1000])
     for _ in range(100):
         for _ in range(random.choice([0, 0, 1, 3])):
-            twins.add(*random_request(random))
+            twins.add(*random_request(random, num_tenants))
         for key in list(twins.keys):
             if random.random() < pause_rate:
                 twins.call(random.choice(["pause", "resume"]), key)
