@@ -73,6 +73,8 @@ class Request:
         cache_salt: requests share cached blocks only with requests of the same salt.
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.
+        want_ranks: return the rank of every chosen token.
+        num_top_logprobs: return so many most probable tokens at every position of the output.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
     """
 
@@ -87,4 +89,6 @@ class Request:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     want_logprobs: bool = False
+    want_ranks: bool = False
+    num_top_logprobs: int = 0
     max_draft_tokens: int = 16

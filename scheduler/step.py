@@ -127,6 +127,37 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What the model's own distribution says of M tokens, each at its position.
+
+    Attributes:
+        logprobs: `[M]` log probability of each token.
+        ranks: `[M]` how many tokens are more probable, plus 1.
+        num_top: W, most probable tokens at each position.
+        top_token_ids: `[M * W]` those of the first position, then of the second, ...; most probable first, the lowest
+            id of equals first.
+        top_logprobs: `[M * W]` their log probabilities.
+    """
+
+    logprobs: Float32Array
+    ranks: Int32Array
+    num_top: int
+    top_token_ids: Int32Array
+    top_logprobs: Float32Array
+
+    def take(self, indices: npt.NDArray[np.integer] | npt.NDArray[np.bool_] | slice) -> TokenScores:
+        """Those of some of the tokens."""
+        shape = (len(self.ranks), self.num_top)
+        return TokenScores(
+            self.logprobs[indices],
+            self.ranks[indices],
+            self.num_top,
+            self.top_token_ids.reshape(shape)[indices].ravel(),
+            self.top_logprobs.reshape(shape)[indices].ravel(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the device computed for a plan. Sequence order is the plan's.
 
@@ -142,6 +173,7 @@ class StepResult:
         model_duration_ns: time spent in the target model and sampling.
         drafts: proposals for the next step; None for none at all.
         draft_state: whether the device proposes at present.
+        scores: of the N tokens, zero where the request did not ask; None when none did.
     """
 
     step_id: int
@@ -153,6 +185,7 @@ class StepResult:
     model_duration_ns: int = 0
     drafts: Drafts | None = None
     draft_state: DraftState = DraftState.NO_DRAFTER
+    scores: TokenScores | None = None
 
 
 SEQUENCE_UPDATE = np.dtype(

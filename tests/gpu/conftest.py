@@ -112,8 +112,14 @@ def new_request() -> Callable[..., Request]:
             if name in fields
         }
         stopping.setdefault("max_output_tokens", 32)
+        wanted = {name: fields.pop(name) for name in ("want_ranks", "num_top_logprobs") if name in fields}
         return Request(
-            key, int32(prompt), StoppingParams(**stopping), SamplingParams(**fields), want_logprobs=want_logprobs
+            key,
+            int32(prompt),
+            StoppingParams(**stopping),
+            SamplingParams(**fields),
+            want_logprobs=want_logprobs,
+            **wanted,
         )
 
     return build

@@ -191,6 +191,27 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(
     assert [sequence_tokens(result, b) for b in (0, 1, 3)] == expected
 
 
+def test_scores_come_for_those_who_ask(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    runner, writer = new_runner(), plan_writer()
+    wanted: list[dict[str, Any]] = [{}, {"num_top_logprobs": 3}, {"want_ranks": True, "num_top_logprobs": 1}, {}]
+    requests = [
+        new_request(random_prompt(9, i), temperature=0.0, want_logprobs=True, **w) for i, w in enumerate(wanted)
+    ]
+    work = [(i, request.prompt_token_ids.tolist(), 1) for i, request in enumerate(requests)]
+    result = runner.execute(writer.plan(work, list(enumerate(requests))))
+    assert result.scores is not None
+    assert result.scores.num_top == 3
+    assert result.scores.ranks.tolist() == [0, 1, 1, 0]
+    assert result.scores.logprobs[1:3].tolist() == result.logprobs[1:3].tolist()
+    top = result.scores.top_token_ids.reshape(4, 3)
+    assert top[1:3, 0].tolist() == result.token_ids[1:3].tolist()
+    assert not top[[0, 3]].any()
+    nobody = runner.execute(writer.plan([(0, result.token_ids[:1].tolist(), 1)]))
+    assert nobody.scores is None
+
+
 def test_only_allowed_ids_come_out(
     new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
 ) -> None:
