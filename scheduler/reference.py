@@ -43,6 +43,7 @@ class _Sequence:
     num_computed: int = 0
     num_computed_max: int = 0
     prefill_end: int = 0
+    leader: _Sequence | None = None  # the output of the same request that computes the prompt
     is_paused: bool = False
     num_scheduled: int = 0  # tokens in the plan that has not been applied
     num_overtaken: int = 0
@@ -71,6 +72,17 @@ class _Sequence:
     @property
     def is_prefill(self) -> bool:
         return self.num_computed < self.prefill_end
+
+    @property
+    def is_ready(self) -> bool:
+        """It may be scheduled."""
+        return not self.is_paused and not self.is_following
+
+    @property
+    def is_following(self) -> bool:
+        """True until its leader has computed the prompt or has ended."""
+        leader = self.leader
+        return leader is not None and not leader.finish_reason and leader.num_computed_max < leader.num_prompt
 
     @property
     def has_progress(self) -> bool:
@@ -121,11 +133,14 @@ class ReferenceScheduler:
     def add(self, request: Request, now_ns: int) -> None:
         """Queue a request."""
         self.now_ns = max(self.now_ns, now_ns)
-        if request.request_key in self.sequences:
-            raise DuplicateRequest("active")
         prompt = request.prompt_token_ids.tolist()
         if not prompt or min(prompt) < 0 or request.stopping.max_output_tokens < 1:
             raise ValueError("malformed request")
+        if not 1 <= request.num_outputs <= self.config.max_num_waiting:
+            raise ValueError("number of outputs")
+        outputs = [request.output(i) for i in range(request.num_outputs)]
+        if any(output.request_key in self.sequences for output in outputs):
+            raise DuplicateRequest("active")
         max_tokens = len(prompt) + request.stopping.max_output_tokens
         if max_tokens > self.config.max_model_len or self._num_blocks_for(max_tokens - 1) > self.config.num_blocks:
             raise ContextLengthExceeded("too long")
@@ -133,12 +148,19 @@ class ReferenceScheduler:
             raise DeadlineInfeasible("passed")
         waiting = self._waiting()
         capacity = self.config.max_num_waiting + self.config.max_num_sequences
-        if len(waiting) >= self.config.max_num_waiting or len(self.sequences) >= capacity:
+        if len(waiting) + len(outputs) > self.config.max_num_waiting:
             raise QueueFull("requests")
-        if waiting and sum(s.num_prompt for s in waiting) + len(prompt) > self.config.max_num_waiting_tokens:
+        if len(self.sequences) + len(outputs) > capacity:
+            raise QueueFull("requests")
+        num_tokens = len(outputs) * len(prompt)
+        if waiting and sum(s.num_prompt for s in waiting) + num_tokens > self.config.max_num_waiting_tokens:
             raise QueueFull("tokens")
-        self.sequences[request.request_key] = _Sequence(request, self.num_added, prompt)
-        self.num_added += 1
+        leader = None
+        for output in outputs:
+            s = _Sequence(output, self.num_added, list(prompt), leader=leader)
+            leader = leader or s
+            self.sequences[output.request_key] = s
+            self.num_added += 1
 
     def cancel(self, request_key: int) -> bool:
         """End a request."""
@@ -211,7 +233,7 @@ class ReferenceScheduler:
 
     def _schedule_admissions(self, num_reserved: int) -> None:
         passed: list[_Sequence] = []
-        for s in sorted((s for s in self._waiting() if not s.is_paused), key=lambda s: s.rank):
+        for s in sorted((s for s in self._waiting() if s.is_ready), key=lambda s: s.rank):
             if not self.planned:
                 while not self.free_rows or self._num_taken(s) > self.blocks.num_free:
                     self._preempt(self._running()[-1])
@@ -453,7 +475,7 @@ class ReferenceScheduler:
     @property
     def has_work(self) -> bool:
         """A `schedule` would lead to a plan or an update."""
-        return bool(self.ended) or any(not s.is_paused for s in self._active())
+        return bool(self.ended) or any(s.is_ready for s in self._active())
 
     @property
     def next_deadline_ns(self) -> int:

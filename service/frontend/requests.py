@@ -17,6 +17,7 @@ from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2,
 
 DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
+MAX_OUTPUTS = 16
 
 SUPPORTED_FIELDS = frozenset(
     {
@@ -39,6 +40,7 @@ SUPPORTED_FIELDS = frozenset(
         "sampling.allowed_token_ids",
         "sampling.banned_token_ids",
         "sampling.seed",
+        "sampling.output_count",
         "stopping.max_output_token_count",
         "stopping.min_output_token_count",
         "stopping.stop_strings",
@@ -61,7 +63,6 @@ SUPPORTED_FIELDS = frozenset(
 """Fields of `GenerationSpec` that mean something to this server. All others are refused."""
 
 NEUTRAL_VALUES = {
-    "sampling.output_count": 1,
     "output.coalesce_token_count": 1,
     "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
 }
@@ -109,6 +110,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
         sampling=_read_sampling(spec.sampling, info),
+        num_outputs=_read_num_outputs(spec.sampling),
         max_output_tokens=max_tokens,
         min_output_tokens=min_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -207,6 +209,12 @@ def _read_sampling(sampling: sampling_pb2.SamplingConfig, info: EngineInfo) -> S
     if params.allowed_token_ids and set(params.allowed_token_ids) <= set(params.banned_token_ids):
         raise InvalidField("sampling.banned_token_ids", "must leave at least one of allowed_token_ids")
     return params
+
+
+def _read_num_outputs(sampling: sampling_pb2.SamplingConfig) -> int:
+    count = sampling.output_count if sampling.HasField("output_count") else 1
+    validation.check_number("sampling.output_count", count, 1, MAX_OUTPUTS)
+    return count
 
 
 def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> int:

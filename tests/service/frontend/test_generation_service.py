@@ -267,7 +267,9 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"output": {"timing_level": 17}}, "output.timing_level"),
     ({"priority": 101}, "priority"),
     ({"priority": -101}, "priority"),
-    ({"sampling": {"output_count": 2}}, "sampling.output_count"),
+    ({"sampling": {"output_count": 0}}, "sampling.output_count"),
+    ({"sampling": {"output_count": 17}}, "sampling.output_count"),
+    ({"sampling": {"output_count": -1}}, "sampling.output_count"),
     ({"sampling": {"allowed_token_ids": [5, 300]}}, "sampling.allowed_token_ids[1]"),
     ({"sampling": {"allowed_token_ids": [1] * 16_385}}, "sampling.allowed_token_ids"),
     ({"sampling": {"banned_token_ids": [-1]}}, "sampling.banned_token_ids[0]"),
@@ -515,7 +517,7 @@ async def test_rpc_deadline_holds_although_the_engine_is_silent(
     [sequence] = await harness.engine.arrival()
     failure = await asyncio.wait_for(failure_of(call), 5)
     assert (failure.code, failure.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-    assert harness.engine.forgotten == [sequence.request.request_key]
+    assert set(harness.engine.forgotten) == {sequence.request.request_key}
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.CONTEXT_LIMIT])
