@@ -100,7 +100,8 @@ class ModelRunner:
         backend = self.decoder.backend
         batch = backend.upload(plan, self.cache)
         logits = self.decoder.logits(batch, self.cache)
-        samples = backend.sample(logits, self._sampling.select(plan))
+        num_logits = len(plan.logits_indices)
+        samples = backend.sample(logits[:num_logits], self._sampling.select(plan))
         accepted, failed = accept_drafts(plan, samples)
         token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
         self._sampling.append(plan, token_offsets, token_ids)
@@ -122,7 +123,17 @@ class ModelRunner:
             drafts=drafts,
             draft_state=draft_state,
             scores=scores,
+            prompt_scores=self._score_prompts(logits, plan),
         )
+
+    def _score_prompts(self, logits: Any, plan: StepPlan) -> TokenScores | None:
+        """Scores of the plan's prompt tokens `[P]`; None without any."""
+        num_scored = len(plan.scored_token_ids)
+        if not num_scored:
+            return None
+        num_top = self._sampling.num_top(plan.rows[np.diff(plan.scored_offsets) > 0])
+        rows = np.arange(len(plan.logits_indices), len(plan.logits_indices) + num_scored, dtype=np.int32)
+        return self.decoder.backend.score(logits, rows, plan.scored_token_ids, num_top)
 
     def _score(
         self, logits: Any, plan: StepPlan, rows: IndexArray, token_offsets: Int32Array, token_ids: Int32Array

@@ -80,6 +80,8 @@ class Request:
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.
         want_ranks: return the rank of every chosen token.
+        want_prompt_logprobs: return scores of the prompt's tokens, which are all computed then; with several outputs
+            those of the first.
         num_top_logprobs: return so many most probable tokens at every position of the output.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
         num_outputs: sequences, all from this prompt; at least 1.
@@ -97,6 +99,7 @@ class Request:
     bypass_prefix_cache: bool = False
     want_logprobs: bool = False
     want_ranks: bool = False
+    want_prompt_logprobs: bool = False
     num_top_logprobs: int = 0
     max_draft_tokens: int = 16
     num_outputs: int = 1
@@ -121,5 +124,6 @@ class Request:
             sampling=replace(self.sampling, seed=(self.sampling.seed + index * _SEED_STRIDE) & _SEED_MASK),
             cache_salt=f"\udcff{self.request_key}" if is_private else self.cache_salt,
             bypass_prefix_cache=False,
+            want_prompt_logprobs=self.want_prompt_logprobs and index == 0,
             num_outputs=1,
         )

@@ -103,7 +103,7 @@ class CpuBackend(Backend[torch.Tensor]):
             positions=_copy(plan.positions),
             token_rows=torch.from_numpy(np.repeat(plan.rows, np.diff(plan.query_offsets))),
             slot_mapping=_copy(plan.slot_mapping),
-            logits_indices=_copy(plan.logits_indices),
+            logits_indices=_copy(plan.head_indices),
         )
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class NumpyBackend(Backend[Array]):
             positions=plan.positions.copy(),
             token_rows=np.repeat(plan.rows, np.diff(plan.query_offsets)),
             slot_mapping=plan.slot_mapping.copy(),
-            logits_indices=plan.logits_indices.copy(),
+            logits_indices=plan.head_indices.copy(),
         )
 
     def embedding(self, token_ids: Array, table: Array) -> Array:

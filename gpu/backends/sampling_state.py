@@ -83,7 +83,11 @@ class SamplingState:
     def scored(self, plan: StepPlan, token_offsets: Int32Array) -> tuple[BoolArray, int]:
         """Which tokens of a result are to be scored, `[N]`, and how many most probable ones at their positions."""
         is_scored = np.repeat(self._want_scores[plan.rows], np.diff(token_offsets))
-        return is_scored, min(int(self._num_top[plan.rows].max()), self._vocab_size)
+        return is_scored, self.num_top(plan.rows)
+
+    def num_top(self, rows: Int32Array) -> int:
+        """Most probable tokens that one of some rows wants; the others get as many."""
+        return min(int(self._num_top[rows].max()), self._vocab_size)
 
     def select(self, plan: StepPlan) -> SamplingBatch:
         """Parameters of each position whose logits the plan needs."""
