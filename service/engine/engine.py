@@ -116,7 +116,15 @@ class Engine:
             draft_state=result.draft_state if result else self._draft_state,
         )
         self._draft_state = header.draft_state
-        return StepReport(header, update.sequences, update.token_ids, update.logprobs)
+        scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
+        return StepReport(
+            header,
+            update.sequences,
+            update.token_ids,
+            update.logprobs,
+            scores and scores.take(update.result_indices),
+            prompt_scores and prompt_scores.take(update.scored_indices),
+        )
 
     @property
     def has_work(self) -> bool:
