@@ -63,6 +63,9 @@ class Engine:
         self._check_token_ids("prompt_token_ids", request.prompt_token_ids)
         self._check_token_ids("stopping.eos_token_ids", request.stopping.eos_token_ids)
         self._check_token_ids("stopping.stop_token_ids", request.stopping.stop_token_ids)
+        self._check_token_ids("sampling.logit_bias", [token_id for token_id, _ in request.sampling.logit_bias])
+        self._check_token_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids)
+        self._check_token_ids("sampling.banned_token_ids", request.sampling.banned_token_ids)
         if not len(request.prompt_token_ids):
             raise InvalidField("prompt_token_ids", "must hold at least one token")
         max_outputs = self._scheduler.config.max_num_waiting
@@ -113,7 +116,15 @@ class Engine:
             draft_state=self._draft_state_after(result, update),
         )
         self._draft_state = header.draft_state
-        return StepReport(header, update.sequences, update.token_ids, update.logprobs)
+        scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
+        return StepReport(
+            header,
+            update.sequences,
+            update.token_ids,
+            update.logprobs,
+            scores and scores.take(update.result_indices),
+            prompt_scores and prompt_scores.take(update.scored_indices),
+        )
 
     def _draft_state_after(self, result: StepResult | None, update: StepUpdate) -> DraftState:
         """What keeps the device from proposing, else what kept the scheduler from taking what it had proposed."""

@@ -308,12 +308,15 @@ def _sampling(params: SamplingParams, num_outputs: int = 1, *, with_seed: bool =
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
-        typical_p=1.0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
+        typical_p=params.typical_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
         seed=params.seed if with_seed else None,
         output_count=num_outputs,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
     )
 
 
