@@ -24,6 +24,7 @@ from foreword.scheduler.step import StepPlan
 VOCAB = 49_152
 ROWS = 16
 ROUNDS = 60
+NOTHING = np.zeros(0, np.int32)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
@@ -52,10 +53,13 @@ def plan_of(rows: int) -> StepPlan:
         slot_mapping=ids,
         logits_indices=ids,
         logits_offsets=ranges,
+        scored_indices=NOTHING,
+        scored_token_ids=NOTHING,
+        scored_offsets=np.zeros(rows + 1, np.int32),
         block_table_updates=np.zeros((0, 3), np.int32),
         admitted=(),
         output_offsets=np.zeros(1, np.int32),
-        output_token_ids=np.zeros(0, np.int32),
+        output_token_ids=NOTHING,
     )
 
 
@@ -65,7 +69,7 @@ def state_of(sampling: dict[str, Any]) -> SamplingState:
     prompt = np.random.default_rng(1).integers(0, VOCAB, 900).astype(np.int32)
     for row in range(ROWS):
         request = Request(row, prompt, StoppingParams(100), SamplingParams(seed=row, **sampling))
-        state.admit(row, request, np.zeros(0, np.int32))
+        state.admit(row, request, NOTHING)
     return state
 
 

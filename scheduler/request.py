@@ -80,6 +80,10 @@ class Request:
         cache_salt: requests share cached blocks only with requests of the same salt.
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.
+        want_ranks: return the rank of every chosen token.
+        want_prompt_logprobs: return scores of the prompt's tokens, which are all computed then; with several outputs
+            those of the first.
+        num_top_logprobs: return so many most probable tokens at every position of the output.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
         grammar: that the output follows, in the device's notation; empty for none.
         num_outputs: sequences, all from this prompt; at least 1.
@@ -96,6 +100,9 @@ class Request:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     want_logprobs: bool = False
+    want_ranks: bool = False
+    want_prompt_logprobs: bool = False
+    num_top_logprobs: int = 0
     max_draft_tokens: int = 16
     grammar: str = ""
     num_outputs: int = 1
@@ -120,5 +127,6 @@ class Request:
             sampling=replace(self.sampling, seed=(self.sampling.seed + index * _SEED_STRIDE) & _SEED_MASK),
             cache_salt=f"\udcff{self.request_key}" if is_private else self.cache_salt,
             bypass_prefix_cache=False,
+            want_prompt_logprobs=self.want_prompt_logprobs and index == 0,
             num_outputs=1,
         )

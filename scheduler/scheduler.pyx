@@ -446,7 +446,7 @@ cdef class Scheduler:
         cdef int b, i, entry, num_prefill_tokens, num_ended_before = self.num_ended
         cdef bint has_filled_block
         cdef Sequence* s
-        self.step.num_updates = self.step.num_update_tokens = 0
+        self.step.num_updates = self.step.num_update_tokens = self.step.num_update_scored = 0
         for b in range(self.step.num_sequences):
             entry = self.planned[b]
             s = &self.sequences[entry]

@@ -77,6 +77,7 @@ cdef class SequenceTable:
         s.num_stop = <int32_t>len(stop) - s.num_eos
         s.row = s.leader = s.follower = -1
         s.num_prompt = s.num_tokens = num_prompt
+        s.num_scored = 1 if request.want_prompt_logprobs else num_prompt
         s.max_tokens = max_tokens
         s.min_tokens = num_prompt + min(stopping.min_output_tokens, stopping.max_output_tokens)
         s.order = self.next_order

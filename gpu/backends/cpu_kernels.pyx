@@ -56,6 +56,8 @@ cdef extern from "cpu_sampling.h" nogil:
         int64_t masked_width
         const int32_t *num_masked
         const uint8_t *want_logprob
+    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
 
@@ -204,3 +206,17 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     for i in prange(rows, nogil=True, schedule="dynamic", num_threads=team(rows * vocab, num_threads)):
         failed[i] = not sample_token(<const void *>logits, vocab, &batch, i,
                                      <float *>scratch + threadid() * scratch_width, &token_ids[i], &logprobs[i], bf16)
+
+
+def score(uintptr_t logits, int64_t vocab, bint bf16, const int32_t[::1] rows, const int32_t[::1] token_ids, scores,
+          int num_threads):
+    cdef float[::1] logprobs = scores.logprobs
+    cdef int32_t[::1] ranks = scores.ranks
+    cdef int32_t[::1] top_ids = scores.top_token_ids
+    cdef float[::1] top_logprobs = scores.top_logprobs
+    cdef int32_t num_top = scores.num_top
+    cdef int64_t num_rows = rows.shape[0]
+    cdef int64_t i
+    for i in prange(num_rows, nogil=True, schedule="dynamic", num_threads=team(num_rows * vocab, num_threads)):
+        score_token(<const void *>logits, vocab, rows[i], token_ids[i], num_top, &logprobs[i], &ranks[i],
+                    &top_ids[0] + i * num_top, &top_logprobs[0] + i * num_top, bf16)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.sampling import GREEDY_TEMPERATURE, Samples, SamplingBatch
 from foreword.gpu.batch import Batch
-from foreword.scheduler.step import StepPlan
+from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ class NumpyBackend(Backend[Array]):
             positions=plan.positions.copy(),
             token_rows=np.repeat(plan.rows, np.diff(plan.query_offsets)),
             slot_mapping=plan.slot_mapping.copy(),
-            logits_indices=plan.logits_indices.copy(),
+            logits_indices=plan.head_indices.copy(),
         )
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
@@ -119,6 +119,20 @@ class NumpyBackend(Backend[Array]):
             if params.want_logprob[i]:
                 samples.logprobs[i] = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
         return samples
+
+    def score(self, logits: Array, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+        x = logits[rows].astype(np.float64)
+        logprobs = x - x.max(axis=1, keepdims=True)
+        logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
+        mine = x[np.arange(len(rows)), token_ids][:, None]
+        top = np.argsort(-x, axis=1, kind="stable")[:, :num_top].astype(np.int32)
+        return TokenScores(
+            logprobs[np.arange(len(rows)), token_ids].astype(np.float32),
+            (1 + (x > mine).sum(axis=1)).astype(np.int32),
+            num_top,
+            top.ravel(),
+            np.take_along_axis(logprobs, top, axis=1).astype(np.float32).ravel(),
+        )
 
     def _process(self, row: Float64, params: SamplingBatch, i: int) -> Float64:
         """Logits with bias, masks and penalties."""

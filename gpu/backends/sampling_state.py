@@ -8,7 +8,7 @@ import numpy.typing as npt
 from foreword.gpu.backends.sampling import LogitBiases, SamplingBatch, TokenMasks
 from foreword.gpu.backends.token_history import TokenHistory
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Float32Array, Int32Array, StepPlan
+from foreword.scheduler.step import BoolArray, Float32Array, Int32Array, StepPlan
 
 
 class SamplingState:
@@ -26,6 +26,8 @@ class SamplingState:
         self._presence_penalty = np.zeros(max_num_sequences, np.float32)
         self._seed = np.zeros(max_num_sequences, np.uint64)
         self._want_logprob = np.zeros(max_num_sequences, np.bool_)
+        self._want_scores = np.zeros(max_num_sequences, np.bool_)
+        self._num_top = np.zeros(max_num_sequences, np.int32)
         self._biases: dict[int, tuple[Int32Array, Float32Array]] = {}
         self._masks: dict[int, npt.NDArray[np.uint32]] = {}
         self._history = TokenHistory(max_num_sequences, vocab_size)
@@ -46,6 +48,8 @@ class SamplingState:
         self._presence_penalty[row] = sampling.presence_penalty
         self._seed[row] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._want_logprob[row] = request.want_logprobs
+        self._want_scores[row] = request.want_ranks or request.num_top_logprobs
+        self._num_top[row] = request.num_top_logprobs
         self._first_free_position[row] = len(request.prompt_token_ids) + stopping.min_output_tokens
         end_ids = stopping.eos_token_ids + stopping.stop_token_ids
         missing = len(end_ids) - self._end_ids.shape[1]
@@ -75,6 +79,15 @@ class SamplingState:
     def append(self, plan: StepPlan, token_offsets: Int32Array, token_ids: Int32Array) -> None:
         """Take the tokens that came out of a step, which are those of its result."""
         self._history.append(plan.rows, token_offsets, token_ids)
+
+    def scored(self, plan: StepPlan, token_offsets: Int32Array) -> tuple[BoolArray, int]:
+        """Which tokens of a result are to be scored, `[N]`, and how many most probable ones at their positions."""
+        is_scored = np.repeat(self._want_scores[plan.rows], np.diff(token_offsets))
+        return is_scored, self.num_top(plan.rows)
+
+    def num_top(self, rows: Int32Array) -> int:
+        """Most probable tokens that one of some rows wants; the others get as many."""
+        return min(int(self._num_top[rows].max()), self._vocab_size)
 
     def select(self, plan: StepPlan) -> SamplingBatch:
         """Parameters of each position whose logits the plan needs."""

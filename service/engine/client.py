@@ -238,11 +238,13 @@ class EngineClient:
         self.draft_state = report.header.draft_state
         self.step_listener(report.header)
         sequences = report.sequences
-        begin = 0
-        for index, (request_key, end, finish_reason) in enumerate(
+        scores, prompt_scores = report.scores, report.prompt_scores
+        begin = prompt_begin = 0
+        for index, (request_key, end, prompt_end, finish_reason) in enumerate(
             zip(
                 sequences["request_key"].tolist(),
                 np.cumsum(sequences["num_tokens"]).tolist(),
+                np.cumsum(sequences["num_scored"]).tolist(),
                 sequences["finish_reason"].tolist(),
                 strict=True,
             )
@@ -251,12 +253,17 @@ class EngineClient:
             if sink is not None:
                 try:
                     sink.on_step(
-                        report.header, sequences[index], report.token_ids[begin:end], report.logprobs[begin:end]
+                        report.header,
+                        sequences[index],
+                        report.token_ids[begin:end],
+                        report.logprobs[begin:end],
+                        scores and scores.take(slice(begin, end)),
+                        prompt_scores and prompt_scores.take(slice(prompt_begin, prompt_end)),
                     )
                 except Exception as fault:
                     self._log_fault(request_key, fault)
                     self.forget(request_key)
-            begin = end
+            begin, prompt_begin = end, prompt_end
 
     def _log_fault(self, request_key: int, fault: Exception) -> None:
         logger.error("sink failed", request_key=request_key, error=type(fault).__name__)

@@ -125,7 +125,15 @@ class Engine:
             num_finished=int(np.count_nonzero(update.sequences["finish_reason"])),
         )
         self._draft_state = header.draft_state
-        return StepReport(header, update.sequences, update.token_ids, update.logprobs)
+        scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
+        return StepReport(
+            header,
+            update.sequences,
+            update.token_ids,
+            update.logprobs,
+            scores and scores.take(update.result_indices),
+            prompt_scores and prompt_scores.take(update.scored_indices),
+        )
 
     def _draft_state_after(self, result: StepResult | None, update: StepUpdate) -> DraftState:
         """What keeps the device from proposing, else what kept the scheduler from taking what it had proposed."""

@@ -26,6 +26,7 @@ class Record(NamedTuple):
     first_scheduled_ns: int = 0
     num_tokens: int = 0
     num_prompt_computed: int = 0
+    num_scored: int = 0
     num_cached: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

@@ -213,6 +213,60 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(
     assert [sequence_tokens(result, b) for b in (0, 1, 3)] == expected
 
 
+def test_scores_come_for_those_who_ask(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    runner, writer = new_runner(), plan_writer()
+    wanted: list[dict[str, Any]] = [{}, {"num_top_logprobs": 3}, {"want_ranks": True, "num_top_logprobs": 1}, {}]
+    requests = [
+        new_request(random_prompt(9, i), temperature=0.0, want_logprobs=True, **w) for i, w in enumerate(wanted)
+    ]
+    work = [(i, request.prompt_token_ids.tolist(), 1) for i, request in enumerate(requests)]
+    result = runner.execute(writer.plan(work, list(enumerate(requests))))
+    assert result.scores is not None
+    assert result.scores.num_top == 3
+    assert result.scores.ranks.tolist() == [0, 1, 1, 0]
+    assert result.scores.logprobs[1:3].tolist() == result.logprobs[1:3].tolist()
+    top = result.scores.top_token_ids.reshape(4, 3)
+    assert top[1:3, 0].tolist() == result.token_ids[1:3].tolist()
+    assert not top[[0, 3]].any()
+    nobody = runner.execute(writer.plan([(0, result.token_ids[:1].tolist(), 1)]))
+    assert nobody.scores is None
+
+
+def test_prompt_scores_do_not_depend_on_the_chunks(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    dtype: str,
+) -> None:
+    """And are those that the tokens get when they are drawn, bit for bit."""
+    runner = new_runner(dtype)
+    prompt = random_prompt(30, 4)
+    request = new_request(prompt, temperature=0.0, want_logprobs=True, num_top_logprobs=2)
+    drawn = generate(runner, plan_writer(), [new_request(prompt[:10], temperature=0.0, want_logprobs=True)], 8, 1000)[0]
+    prompt[10:18] = [token for token, _ in drawn]
+    collected = []
+    for chunk in (1000, 7, 1):
+        writer = plan_writer()
+        rows: list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] = []
+        for start in range(0, len(prompt), chunk):
+            tokens = prompt[start : start + chunk]
+            work = [(3, tokens, int(start + chunk >= len(prompt))), (1, [5], 1)]
+            admitted = [(3, request), (1, new_request([5]))] if start == 0 else []
+            scores = runner.execute(writer.plan(work, admitted, prompts={3: prompt})).prompt_scores
+            if scores is not None:
+                top = scores.top_token_ids.reshape(-1, 2).tolist(), scores.top_logprobs.reshape(-1, 2).tolist()
+                rows += zip(
+                    scores.logprobs.tolist(), scores.ranks.tolist(), map(tuple, top[0]), map(tuple, top[1]), strict=True
+                )
+        collected.append(rows)
+    assert collected[0] == collected[1] == collected[2]
+    assert len(collected[0]) == len(prompt) - 1
+    assert [row[0] for row in collected[0][9:17]] == [logprob for _, logprob in drawn]
+    assert all(row[1] == 1 and row[2][0] == token for row, (token, _) in zip(collected[0][9:17], drawn, strict=True))
+
+
 def test_only_allowed_ids_come_out(
     new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
 ) -> None:

@@ -419,3 +419,61 @@ def test_every_device_draws_what_the_oracle_draws(device: str, vocab: int, check
             actual = backend.sample(x, parameters(rows, **changes))
             np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
             np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-6)
+
+
+# Scores
+
+
+@pytest.mark.parametrize("vocab", [3, 8, 63, 64, 1000])
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_scores_are_those_of_the_oracle(vocab: int, num_top: int) -> None:
+    logits = normal(6, vocab)
+    logits[1] = 0.5
+    logits[2, ::2] = -INF
+    rows = np.array([5, 0, 1, 1, 2], np.int32)
+    token_ids = np.array([0, vocab - 1, vocab // 2, 0, 1], np.int32)
+    expected = NumpyBackend().score(logits, rows, token_ids, num_top)
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
+        actual = backend.score(torch.from_numpy(logits).to(dtype), rows, token_ids, num_top)
+        for name in ("ranks", "top_token_ids"):
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+        for name in ("logprobs", "top_logprobs"):
+            np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5, rtol=1e-6)
+
+
+def test_the_rank_counts_more_probable_tokens() -> None:
+    backend = CpuBackend("float32", num_threads=1)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -INF]])
+    scores = backend.score(logits.expand(5, 5).contiguous(), int32(range(5)), int32(range(5)), 3)
+    assert scores.ranks.tolist() == [4, 1, 3, 1, 5]
+    assert scores.top_token_ids.reshape(5, 3).tolist() == [[1, 3, 2]] * 5
+
+
+def test_a_score_equals_the_logprob_that_came_with_the_draw(dtype: str) -> None:
+    """Of the model's own distribution, whatever changed the draw."""
+    backend = CpuBackend(dtype, num_threads=2)
+    logits = torch.from_numpy(normal(20, 777)).to(getattr(torch, dtype))
+    drawn = backend.sample(logits, parameters(20, temperature=3.0, seed=np.arange(20), biases={3: 20.0}))
+    scores = backend.score(logits, int32(range(20)), drawn.token_ids, 2)
+    assert scores.logprobs.tolist() == drawn.logprobs.tolist()
+    best = scores.ranks == 1
+    assert scores.top_logprobs[::2][best].tolist() == drawn.logprobs[best].tolist()
+
+
+def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary() -> None:
+    logits = normal(3, 40)
+    logits[1, 7] = NAN
+    logits[2] = NAN
+    scores = CpuBackend("float32", num_threads=1).score(
+        torch.from_numpy(logits), int32([0, 1, 2]), int32([1, 2, 3]), 20
+    )
+    assert np.isnan(scores.logprobs).tolist() == [False, True, True]
+    assert np.isnan(scores.top_logprobs[20:]).all()
+    for ids in scores.top_token_ids.reshape(3, 20):
+        assert len(set(ids.tolist())) == 20
+        assert ((ids >= 0) & (ids < 40)).all()
+
+
+def int32(values: Any) -> np.ndarray:
+    return np.array(values, np.int32)
