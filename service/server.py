@@ -184,6 +184,7 @@ def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
         max_model_len=config.max_model_len or 0,
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_tokens=config.max_num_waiting_tokens,
+        tenant_weights=config.tenant_weights,
         speculation=config.speculation,
         max_draft_tokens=config.max_draft_tokens,
         log_level=config.log_level,
