@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from foreword.clients.channel import tenant_metadata
@@ -11,6 +11,7 @@ TENANTS = st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True) | st.just("")
 SALTS = st.text(max_size=8) | st.sampled_from(["a\0b", "\0", "\0\0"])
 
 
+@example([("a", "b"), ("", "a\0b")])
 @given(st.lists(st.tuples(TENANTS | st.sampled_from(["a", "b"]), SALTS), min_size=2, max_size=2, unique=True))
 def test_no_two_callers_with_different_tenants_or_salts_share_a_scope(pairs: list[tuple[str, str]]) -> None:
     one, other = (cache_scope(*pair) for pair in pairs)
