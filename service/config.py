@@ -52,6 +52,9 @@ class ServerConfig:
     metrics_listen_address: str | None = _setting(
         "server", Address(), None, "address that serves metrics to Prometheus over HTTP; by default none does"
     )
+    channelz: bool = _setting(
+        "server", Switch(), False, "offer gRPC's own account of connections and calls next to EngineService"
+    )
     insecure: bool = _setting("server", Switch(), False, "listen without TLS on an address others can reach")
     tls_certificate: str | None = _setting("server", Text("FILE"), None, "certificate chain in PEM format")
     tls_private_key: str | None = _setting("server", Text("FILE"), None, "private key of the certificate, PEM format")
