@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from foreword.clients.async_session import AsyncSession
-from foreword.clients.channel import channel_options, check_security
+from foreword.clients.channel import channel_options, check_security, tenant_metadata
 from foreword.clients.client import DEFAULT_TARGET, LOOKUP_TIMEOUT_S
 from foreword.clients.errors import ForewordClientError, decoded_errors
 from foreword.clients.generation import Generation
@@ -63,6 +63,7 @@ class AsyncClient:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
+        tenant: str = "",
     ) -> None:
         """Connect to a server; the connection is made by the first call.
 
@@ -70,10 +71,13 @@ class AsyncClient:
             target: `host:port`, or any gRPC target.
             credentials: for TLS.
             insecure: allow an unencrypted connection to a target that is not loopback.
+            tenant: whose generations these are; the server shares itself fairly between tenants.
 
         Raises:
-            ValueError: neither credentials nor `insecure` for a target that is not loopback, or both.
+            ValueError: neither credentials nor `insecure` for a target that is not loopback, or both; or `tenant` is
+                not a name.
         """
+        self._metadata = tenant_metadata(tenant)
         check_security(target, credentials is not None, insecure)
         options = channel_options(target)
         if credentials is None:
@@ -91,19 +95,21 @@ class AsyncClient:
         """Generate, and return when all is done."""
         request = GenerateTextRequest(spec=generation_spec(prompt, options))
         with decoded_errors():
-            return Generation.from_response(await self._generation.GenerateText(request, timeout=timeout))
+            return Generation.from_response(
+                await self._generation.GenerateText(request, timeout=timeout, metadata=self._metadata)
+            )
 
     def stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> AsyncGenerationStream:
         """Generate, and return what the outputs gain as it comes."""
         request = StreamGenerateTextRequest(spec=generation_spec(prompt, options))
-        call = self._generation.StreamGenerateText(request, timeout=timeout)
+        call = self._generation.StreamGenerateText(request, timeout=timeout, metadata=self._metadata)
         return AsyncGenerationStream(_events(call), call.cancel)
 
     def session(self, *, timeout: float | None = None) -> AsyncSession:
         """Open a stream for many generations."""
-        return AsyncSession(self._generation, timeout)
+        return AsyncSession(self._generation, timeout, self._metadata)
 
     async def cancel(self, request_id: str) -> bool:
         """End a generation, whichever client started it; False when it had ended before."""

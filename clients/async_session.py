@@ -32,12 +32,14 @@ class AsyncSession:
     what is still under way.
     """
 
-    def __init__(self, stub: GenerationServiceAsyncStub, timeout: float | None) -> None:
+    def __init__(
+        self, stub: GenerationServiceAsyncStub, timeout: float | None, metadata: tuple[tuple[str, str], ...]
+    ) -> None:
         self._commands: asyncio.Queue[BidiGenerateTextRequest | None] = asyncio.Queue()
         self._inboxes = Inboxes()
         self._news = asyncio.Event()
         self._failure: ForewordClientError | None = None
-        self._call = stub.BidiGenerateText(self._requests(), timeout=timeout)
+        self._call = stub.BidiGenerateText(self._requests(), timeout=timeout, metadata=metadata)
         self._reader = asyncio.create_task(self._read())
 
     def start(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncGenerationStream:

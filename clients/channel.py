@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 
 SERVICE_CONFIG = {
     "methodConfig": [
@@ -88,3 +89,16 @@ def _is_loopback_host(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of calls for a tenant; none when it is empty.
+
+    Raises:
+        ValueError: it is not a name.
+    """
+    if not tenant:
+        return ()
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
+        raise ValueError(f"tenant must be 1 to 64 of the characters A-Z a-z 0-9 . _ -, got {tenant[:80]!r}")
+    return (("foreword-tenant", tenant),)

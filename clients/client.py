@@ -8,7 +8,7 @@ from typing import Self, Unpack
 
 import grpc
 
-from foreword.clients.channel import channel_options, check_security
+from foreword.clients.channel import channel_options, check_security, tenant_metadata
 from foreword.clients.errors import decoded_errors
 from foreword.clients.generation import Generation
 from foreword.clients.message import Message, chat_input
@@ -64,6 +64,7 @@ class Client:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
+        tenant: str = "",
     ) -> None:
         """Connect to a server; the connection is made by the first call.
 
@@ -71,10 +72,13 @@ class Client:
             target: `host:port`, or any gRPC target.
             credentials: for TLS.
             insecure: allow an unencrypted connection to a target that is not loopback.
+            tenant: whose generations these are; the server shares itself fairly between tenants.
 
         Raises:
-            ValueError: neither credentials nor `insecure` for a target that is not loopback, or both.
+            ValueError: neither credentials nor `insecure` for a target that is not loopback, or both; or `tenant` is
+                not a name.
         """
+        self._metadata = tenant_metadata(tenant)
         check_security(target, credentials is not None, insecure)
         options = channel_options(target)
         if credentials is None:
@@ -92,19 +96,21 @@ class Client:
         """Generate, and return when all is done."""
         request = GenerateTextRequest(spec=generation_spec(prompt, options))
         with decoded_errors():
-            return Generation.from_response(self._generation.GenerateText(request, timeout=timeout))
+            return Generation.from_response(
+                self._generation.GenerateText(request, timeout=timeout, metadata=self._metadata)
+            )
 
     def stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> GenerationStream:
         """Generate, and return what the outputs gain as it comes."""
         request = StreamGenerateTextRequest(spec=generation_spec(prompt, options))
-        call = self._generation.StreamGenerateText(request, timeout=timeout)
+        call = self._generation.StreamGenerateText(request, timeout=timeout, metadata=self._metadata)
         return GenerationStream(_events(call), call.cancel)
 
     def session(self, *, timeout: float | None = None) -> Session:
         """Open a stream for many generations."""
-        return Session(self._generation, timeout)
+        return Session(self._generation, timeout, self._metadata)
 
     def cancel(self, request_id: str) -> bool:
         """End a generation, whichever client started it; False when it had ended before."""

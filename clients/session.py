@@ -119,12 +119,14 @@ class Session:
     Generations may be read from different threads. Leaving the `with` block ends what is still under way.
     """
 
-    def __init__(self, stub: GenerationServiceStub, timeout: float | None) -> None:
+    def __init__(
+        self, stub: GenerationServiceStub, timeout: float | None, metadata: tuple[tuple[str, str], ...]
+    ) -> None:
         self._commands: SimpleQueue[BidiGenerateTextRequest | None] = SimpleQueue()
         self._inboxes = Inboxes()
         self._sending = Lock()
         self._reading = Lock()
-        self._call = stub.BidiGenerateText(iter(self._commands.get, None), timeout=timeout)
+        self._call = stub.BidiGenerateText(iter(self._commands.get, None), timeout=timeout, metadata=metadata)
 
     def start(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> GenerationStream:
         """Start a generation; a request id is made when none is given.

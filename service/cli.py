@@ -268,8 +268,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _models(options: argparse.Namespace) -> int:
     with _client(options) as client:
-        _server_state(client, options)
-        for model in client.models():
+        for model in _models_of(client, options):
             facts = [model.name, _state_of(model)]
             facts += filter(None, (model.architecture, model.dtype))  # a loading model lacks some
             if model.parameter_count:
@@ -302,17 +301,17 @@ def _client(options: argparse.Namespace) -> Client:
     return Client(options.target, credentials=credentials, insecure=options.insecure)
 
 
-def _state_of(message: Any) -> str:
-    """The word for the state of a model or a server, such as "loading"."""
-    states = message.DESCRIPTOR.fields_by_name["state"].enum_type
-    name: str = states.values_by_number[message.state].name
-    return name.rpartition("_STATE_")[2].lower()
+def _state_of(model: Any) -> str:
+    """The word for the state of a model, such as "loading"."""
+    states = model.DESCRIPTOR.fields_by_name["state"].enum_type
+    name: str = states.values_by_number[model.state].name
+    return name.removeprefix("MODEL_STATE_").lower()
 
 
-def _server_state(client: Client, options: argparse.Namespace) -> str:
-    """Ask the server how it is: the first call, which finds out whether there is one."""
+def _models_of(client: Client, options: argparse.Namespace) -> list[Any]:
+    """Ask the server what it serves: the first call, which finds out whether there is one."""
     try:
-        return _state_of(client.server_info())
+        return client.models()
     except ForewordClientError as error:
         if error.reason or error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise
@@ -324,7 +323,7 @@ def _wait_for_engine(client: Client, options: argparse.Namespace) -> None:
     """Let an engine load before anything is asked of it."""
     give_up_s = time.monotonic() + LOADING_PATIENCE_S
     is_told = False
-    while _server_state(client, options) in ("loading", "restarting"):
+    while _state_of(_models_of(client, options)[0]) in ("loading", "restarting"):
         if not is_told:
             write_note(f"The engine is loading; waiting up to {LOADING_PATIENCE_S} s.")
             is_told = True

@@ -18,8 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from foreword.scheduler.config import MAX_TENANT_WEIGHT
 from foreword.scheduler.errors import ConfigError
-from foreword.service.values import Address, Choice, Float, Integer, Kind, Size, Switch, Text
+from foreword.service.tenants import TENANT_NAMES, is_tenant_name
+from foreword.service.values import Address, Choice, Float, Integer, Kind, Size, Switch, Text, Weights
 
 ENVIRONMENT_PREFIX = "FOREWORD_"
 MIB = 1 << 20
@@ -49,6 +51,9 @@ class ServerConfig:
     )
     metrics_listen_address: str | None = _setting(
         "server", Address(), None, "address that serves metrics to Prometheus over HTTP; by default none does"
+    )
+    channelz: bool = _setting(
+        "server", Switch(), False, "offer gRPC's own account of connections and calls next to EngineService"
     )
     insecure: bool = _setting("server", Switch(), False, "listen without TLS on an address others can reach")
     tls_certificate: str | None = _setting("server", Text("FILE"), None, "certificate chain in PEM format")
@@ -83,6 +88,13 @@ class ServerConfig:
         "engine", Float(1, YEAR_S), 60.0, "an engine that is silent for so long is restarted; longer than any step"
     )
     max_num_waiting_tokens: int = _setting("engine", Integer(1), 1 << 20, "prompt tokens that may wait")
+
+    tenant_weights: tuple[tuple[str, int], ...] = _setting(
+        "engine",
+        Weights(MAX_TENANT_WEIGHT, is_tenant_name, TENANT_NAMES),
+        (),
+        "shares of the tenants that calls name in metadata foreword-tenant; one that is not listed has 1",
+    )
 
     speculation: str = _setting(
         "speculation", Choice("auto", "off", "ngram"), "auto", "auto drafts where it pays, ngram always, off never"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import structlog
+from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
@@ -43,6 +44,7 @@ CALLER_SERVICES = ("foreword.v1.GenerationService", "foreword.v1.TokenizationSer
 ENGINE_SERVICE = "foreword.v1.EngineService"
 SERVICES = (*CALLER_SERVICES, ENGINE_SERVICE)
 HEALTH_SERVICE = "grpc.health.v1.Health"
+CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 FLUSH_S = 1.0
 """Time the last messages of ended calls get to reach their clients; it also ends idle streams at shutdown."""
@@ -134,6 +136,9 @@ class Server:
         """Add what every listener has, and `EngineService` where `services` names it."""
         if ENGINE_SERVICE in services:
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(self.frontend), listener)
+            if self._config.channelz:
+                channelz.add_channelz_servicer(listener)
+                services = (*services, CHANNELZ_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, listener)
         add_reflection((*services, HEALTH_SERVICE), listener)
 
@@ -184,6 +189,7 @@ def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
         max_model_len=config.max_model_len or 0,
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_tokens=config.max_num_waiting_tokens,
+        tenant_weights=config.tenant_weights,
         speculation=config.speculation,
         max_draft_tokens=config.max_draft_tokens,
         log_level=config.log_level,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Protocol
 
 AUTO = "auto"
@@ -160,6 +161,31 @@ class Size:
             return AUTO
         unit = next((unit for unit in ("GiB", "MiB", "KiB") if value % _UNITS[unit] == 0), "B")
         return f"{value // _UNITS[unit]}{unit}"
+
+
+class Weights:
+    """Whole numbers by name, as in `gold=4,free=1`; a table in TOML."""
+
+    metavar = "NAME=N,..."
+
+    def __init__(self, maximum: int, is_name: Callable[[str], bool], names: str) -> None:
+        self.maximum, self.is_name = maximum, is_name
+        self.allowed = f"NAME=N,... with names of {names} and numbers from 1 to {maximum}"
+
+    def parse(self, raw: Any) -> tuple[tuple[str, int], ...]:
+        """Take pairs with one number for each name."""
+        pairs = raw.items() if isinstance(raw, dict) else [pair.split("=") for pair in str(raw).split(",")]
+        weights = {}
+        for name, number in pairs:
+            weight = int(number) if isinstance(number, str) else number
+            if name in weights or not self.is_name(name) or type(weight) is not int or not 1 <= weight <= self.maximum:
+                raise ValueError
+            weights[name] = weight
+        return tuple(weights.items())
+
+    def show(self, value: tuple[tuple[str, int], ...]) -> str:
+        """Write pairs."""
+        return ",".join(f"{name}={weight}" for name, weight in value) or "none"
 
 
 class Address(_Plain):

@@ -117,6 +117,7 @@ def _scheduler_config(config: EngineConfig, num_blocks: int, max_model_len: int)
             max_model_len=max_model_len,
             max_num_waiting=config.max_num_waiting,
             max_num_waiting_tokens=config.max_num_waiting_tokens,
+            tenant_weights=config.tenant_weights,
             hash_key=secrets.token_bytes(16),
         )
     except ValueError as error:

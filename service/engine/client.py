@@ -172,6 +172,7 @@ class EngineClient:
     def pause(self, request_key: int) -> None:
         """Stop scheduling a generation until `resume`. No-op for an unknown key."""
         self._send_about(request_key, Pause(request_key))
+        self.ping()  # where no step follows, the answer alone tells of the pause
 
     def resume(self, request_key: int) -> None:
         """Undo `pause`. No-op for an unknown key."""
@@ -225,8 +226,9 @@ class EngineClient:
                 if admission is not None and not admission.done():
                     admission.set_exception(error.to_error())
             case Welcome(info, load):
+                if not self.ready:
+                    self.draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
                 self.info, self.load, self.ready = info, load, True
-                self.draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
                 if self._welcome is not None and not self._welcome.done():
                     self._welcome.set_result(None)
             case _:

@@ -25,6 +25,7 @@ class EngineConfig:
             8,192.
         max_num_waiting: requests that may wait.
         max_num_waiting_tokens: prompt tokens that may wait.
+        tenant_weights: (tenant, weight) pairs; a tenant that is not listed weighs 1.
         speculation: "auto", "off" or the name of a drafter.
         max_draft_tokens: drafts of a sequence that a step checks at most.
         log_level: of the engine process, "debug", "info", "warning" or "error".
@@ -42,6 +43,7 @@ class EngineConfig:
     max_model_len: int = 0
     max_num_waiting: int = 1024
     max_num_waiting_tokens: int = 1 << 20
+    tenant_weights: tuple[tuple[str, int], ...] = ()
     speculation: str = "auto"
     max_draft_tokens: int = 6
     log_level: str = "info"

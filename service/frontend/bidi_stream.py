@@ -11,7 +11,7 @@ import structlog
 
 from foreword.scheduler.errors import ClientStalled, EngineFault, ForewordError, InvalidField, UnknownRequest
 from foreword.service.frontend.boundary import Undecodable, log_refusal
-from foreword.service.frontend.frontend import Frontend, rpc_deadline_ns
+from foreword.service.frontend.frontend import Frontend, rpc_deadline_ns, tenant_of
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.registry import MAX_RECENT
 from foreword.service.frontend.responses import GenerationConverter, refusal
@@ -42,6 +42,7 @@ class BidiStream:
         self._frontend = frontend
         self._context = context
         self._rpc_deadline_ns = rpc_deadline_ns(context)
+        self._tenant = tenant_of(context)
         self._live: dict[Generation, GenerationConverter] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
         self._starts: set[asyncio.Task[None]] = set()
@@ -100,7 +101,12 @@ class BidiStream:
             if not start.spec.HasField("request_id"):
                 raise InvalidField("request_id", "is required on a stream of many generations")
             generation = self._frontend.open(
-                start.spec, Timeline(), self._note, streamed=True, rpc_deadline_ns=self._rpc_deadline_ns
+                start.spec,
+                Timeline(),
+                self._note,
+                streamed=True,
+                rpc_deadline_ns=self._rpc_deadline_ns,
+                tenant=self._tenant,
             )
         except BaseException:
             self._start_slots.release()

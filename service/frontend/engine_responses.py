@@ -81,6 +81,7 @@ def generation_message(generation: Generation, model: str) -> engine_pb2.Generat
         prompt_token_count=counts.num_prompt,
         computed_prompt_token_count=counts.num_prompt_computed,
         output_token_count=counts.num_output,
+        tenant=generation.tenant,
     )
 
 

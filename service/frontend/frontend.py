@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from foreword.scheduler.errors import ClientStalled, EngineUnavailable
+from foreword.scheduler.errors import ClientStalled, EngineUnavailable, InvalidField
 from foreword.service.config import ServerConfig
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import EngineInfo, StepHeader
@@ -25,6 +25,7 @@ from foreword.service.frontend.requests import read_settings
 from foreword.service.frontend.responses import GenerationConverter
 from foreword.service.frontend.step_feed import StepFeed
 from foreword.service.frontend.timeline import Timeline
+from foreword.service.tenants import TENANT_KEY, TENANT_NAMES, is_tenant_name
 from foreword.v1 import generation_pb2
 
 _log = structlog.get_logger(__name__)
@@ -91,6 +92,7 @@ class Frontend:
         *,
         streamed: bool,
         rpc_deadline_ns: int | None,
+        tenant: str,
     ) -> Generation:
         """Check a specification and register its generation, which the caller must `close`.
 
@@ -108,6 +110,7 @@ class Frontend:
             notify,
             buffer_tokens=self.config.stream_buffer_tokens if streamed else None,
             rpc_deadline_ns=rpc_deadline_ns,
+            tenant=tenant,
         )
         self.registry.add(generation)
         return generation
@@ -123,6 +126,7 @@ class Frontend:
             "generation ended",
             request_id=generation.settings.request_id,
             outcome=generation.outcome,
+            tenant=generation.tenant,
             **field_of(generation.error),
             prompt_tokens=counts.num_prompt,
             output_tokens=counts.num_output,
@@ -136,12 +140,19 @@ class Frontend:
         self,
         spec: generation_pb2.GenerationSpec,
         notify: Callable[[Generation], None],
+        context: Any,
         *,
         streamed: bool,
-        rpc_deadline_ns: int | None,
     ) -> Iterator[tuple[Generation, GenerationConverter]]:
         """A generation for the length of one RPC, whose log lines all carry its id."""
-        generation = self.open(spec, Timeline(), notify, streamed=streamed, rpc_deadline_ns=rpc_deadline_ns)
+        generation = self.open(
+            spec,
+            Timeline(),
+            notify,
+            streamed=streamed,
+            rpc_deadline_ns=rpc_deadline_ns(context),
+            tenant=tenant_of(context),
+        )
         structlog.contextvars.bind_contextvars(request_id=generation.settings.request_id)
         try:
             yield generation, self.converter(generation)
@@ -178,3 +189,17 @@ def rpc_deadline_ns(context: Any) -> int | None:
     """Monotonic clock at which an RPC's deadline passes; `None` when it has none."""
     remaining_s = context.time_remaining()
     return None if remaining_s is None else time.monotonic_ns() + round(remaining_s * 1e9)
+
+
+def tenant_of(context: Any) -> str:
+    """The tenant that an RPC names; empty when it names none.
+
+    Raises:
+        InvalidField: it is not a name, or there are several.
+    """
+    names = [value for key, value in context.invocation_metadata() if key == TENANT_KEY]
+    if len(names) > 1:
+        raise InvalidField(TENANT_KEY, "must be given once in the metadata")
+    if names and names[0] and not is_tenant_name(names[0]):
+        raise InvalidField(TENANT_KEY, f"must be {TENANT_NAMES}")
+    return str(names[0]) if names else ""

@@ -28,6 +28,7 @@ from foreword.service.frontend.output import Delta, Finish, Output, Record
 from foreword.service.frontend.settings import Chat, GenerationSettings
 from foreword.service.frontend.timeline import Timeline
 from foreword.service.status import RpcDeadlineExceeded
+from foreword.service.tenants import cache_scope
 
 _log = structlog.get_logger(__name__)
 
@@ -61,6 +62,7 @@ class Generation:
 
     Attributes:
         settings: what the caller asked for.
+        tenant: whose it is; empty for nobody's in particular.
         timeline: when things happened.
         counts: tokens and steps.
         is_admitted: the scheduler took it.
@@ -81,6 +83,7 @@ class Generation:
         *,
         buffer_tokens: int | None,
         rpc_deadline_ns: int | None = None,
+        tenant: str = "",
     ) -> None:
         """Prepare; nothing happens before `start`.
 
@@ -92,8 +95,10 @@ class Generation:
             notify: called whenever there is something to take, and at the end.
             buffer_tokens: bound of a streamed generation; `None` for one that is not streamed.
             rpc_deadline_ns: monotonic clock at which the RPC ends, when it has a deadline.
+            tenant: that the RPC names.
         """
         self.settings = settings
+        self.tenant = tenant
         self.timeline = timeline
         self.counts = Counts()
         self.is_admitted = False
@@ -286,7 +291,8 @@ class Generation:
             arrival_ns=self.timeline.receive_ns,
             deadline_ns=self.deadline_ns,
             priority=settings.priority,
-            cache_salt=settings.cache_salt,
+            tenant=self.tenant,
+            cache_salt=cache_scope(self.tenant, settings.cache_salt),
             bypass_prefix_cache=settings.bypass_prefix_cache,
             want_logprobs=settings.logprobs,
             max_draft_tokens=settings.max_draft_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 from foreword.scheduler.errors import InvalidField
 from foreword.service.frontend.bidi_stream import BidiStream
-from foreword.service.frontend.frontend import Frontend, rpc_deadline_ns
+from foreword.service.frontend.frontend import Frontend
 from foreword.service.frontend.validation import check_request_id, check_supported
 from foreword.v1 import generation_pb2, generation_service_pb2, generation_service_pb2_grpc
 
@@ -27,8 +27,8 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         with self._frontend.generation(
             _spec_of(request),
             lambda generation: over.set() if generation.is_over else None,
+            context,
             streamed=False,
-            rpc_deadline_ns=rpc_deadline_ns(context),
         ) as (generation, converter):
             await generation.start()
             await over.wait()
@@ -45,8 +45,8 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         with self._frontend.generation(
             _spec_of(request),
             lambda _: wake.set(),
+            context,
             streamed=True,
-            rpc_deadline_ns=rpc_deadline_ns(context),
         ) as (generation, converter):
             await generation.start()
             # apart from the first message: while a write of both is blocked, gRPC cannot send a status

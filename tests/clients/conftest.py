@@ -118,6 +118,7 @@ class FakeServer(
         ended: how each stream ended: "ok", "cancelled" or "aborted".
         num_attempts: unary generations that arrived, retries included.
         commands: of bidirectional streams.
+        tenants: of all calls that generate, in order.
     """
 
     target: str = ""
@@ -126,6 +127,7 @@ class FakeServer(
     num_attempts: int = 0
     ended: Queue[str] = field(default_factory=Queue)
     commands: list[generation_service_pb2.BidiGenerateTextRequest] = field(default_factory=list)
+    tenants: list[str] = field(default_factory=list)
 
     async def start(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
@@ -137,8 +139,12 @@ class FakeServer(
         await server.start()
         return server
 
+    def _note_tenant(self, context: Any) -> None:
+        self.tenants.append(dict(context.invocation_metadata()).get("foreword-tenant", ""))
+
     async def GenerateText(self, request: Any, context: Any) -> Any:
         self.num_attempts += 1
+        self._note_tenant(context)
         self.specs.append(request.spec)
         if self.num_unavailable:
             self.num_unavailable -= 1
@@ -171,6 +177,7 @@ class FakeServer(
         return response
 
     async def StreamGenerateText(self, request: Any, context: Any) -> None:
+        self._note_tenant(context)
         self.specs.append(request.spec)
         try:
             if words_of(request.spec) == ["refused"]:
@@ -195,6 +202,7 @@ class FakeServer(
             raise
 
     async def BidiGenerateText(self, request_iterator: AsyncIterator[Any], context: Any) -> None:
+        self._note_tenant(context)
         speakers: dict[str, Speaker] = {}
         answers: list[GenerationEvent] = []
         news = asyncio.Event()

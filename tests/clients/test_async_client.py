@@ -170,3 +170,12 @@ async def test_a_session_leaves_no_task_behind(async_client: AsyncClient) -> Non
         await session.start("one").result()
     left = [task for task in asyncio.all_tasks() - before if "_read" in repr(task)]
     assert not left
+
+
+async def test_generations_carry_the_tenant(server: Any) -> None:
+    async with AsyncClient(server.target, tenant="gold") as client:
+        await client.generate("one")
+        await client.stream("one").result()
+        async with client.session() as session:
+            await session.start("one").result()
+    assert server.tenants == ["gold"] * 3

@@ -188,3 +188,15 @@ def test_nothing_listens() -> None:
         client.generate("hi", timeout=5)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
     gc.collect()
+
+
+def test_generations_carry_the_tenant(threaded_server: Any) -> None:
+    for tenant in ("gold", ""):
+        with Client(threaded_server.target, tenant=tenant) as client:
+            client.generate("one")
+            client.stream("one").result()
+            with client.session() as session:
+                session.start("one").result()
+    assert threaded_server.tenants == ["gold"] * 3 + [""] * 3
+    with pytest.raises(ValueError, match="tenant must be"):
+        Client(threaded_server.target, tenant="two words")

@@ -18,8 +18,6 @@ import structlog
 
 from foreword.service import cli
 from foreword.service.version import installed_version
-from foreword.v1.engine_service_pb2 import GetServerInfoResponse, ServerState
-from foreword.v1.engine_service_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
 from foreword.v1.generation_pb2 import GenerationEvent, GenerationFinished, GenerationSpec, OutputDelta
 from foreword.v1.generation_service_pb2 import StreamGenerateTextResponse
 from foreword.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
@@ -42,33 +40,29 @@ def _restore_logging() -> Iterator[None]:
 
 
 @dataclass
-class FakeServer(
-    GenerationServiceServicer,
-    ModelServiceServicer,
-    EngineServiceServicer,
-):
+class FakeServer(GenerationServiceServicer, ModelServiceServicer):
     """Answers every prompt with one word.
 
     Attributes:
         target: where it listens.
-        states: reported one by one; READY when there are no more.
+        states: of its model, one for each time it is listed; that of `model` when there are no more.
         model: that it lists.
         specs: of all generations.
     """
 
     target: str = ""
-    states: list[ServerState.ValueType] = field(default_factory=list)
+    states: list[ModelState.ValueType] = field(default_factory=list)
     model: Model = field(
-        default_factory=lambda: Model(name="big", state=ModelState.MODEL_STATE_LOADING, architecture="X")
+        default_factory=lambda: Model(name="big", state=ModelState.MODEL_STATE_READY, architecture="X")
     )
     specs: list[GenerationSpec] = field(default_factory=list)
 
-    def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
-        state = self.states.pop(0) if self.states else ServerState.SERVER_STATE_READY
-        return GetServerInfoResponse(state=state)
-
     def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return ListModelsResponse(models=[self.model])
+        model = Model()
+        model.CopyFrom(self.model)
+        if self.states:
+            model.state = self.states.pop(0)
+        return ListModelsResponse(models=[model])
 
     def StreamGenerateText(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.specs.append(request.spec)
@@ -86,7 +80,6 @@ def fake_server() -> Iterator[FakeServer]:
     server = grpc.server(ThreadPoolExecutor(2))
     add_GenerationServiceServicer_to_server(fake, server)
     add_ModelServiceServicer_to_server(fake, server)
-    add_EngineServiceServicer_to_server(fake, server)
     fake.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     yield fake
@@ -196,7 +189,7 @@ def test_missing_server_is_one_line(capsys: pytest.CaptureFixture[str], command:
 def test_a_loading_engine_is_waited_for(
     fake_server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_server.states += [ServerState.SERVER_STATE_LOADING, ServerState.SERVER_STATE_RESTARTING]
+    fake_server.states += [ModelState.MODEL_STATE_LOADING, ModelState.MODEL_STATE_RESTARTING]
     waits: list[float] = []
     monkeypatch.setattr(cli.time, "sleep", waits.append)
     assert cli.main(["generate", "Once", "--target", fake_server.target]) == 0
@@ -209,7 +202,7 @@ def test_a_loading_engine_is_waited_for(
 def test_an_engine_that_never_loads_is_given_up(
     fake_server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_server.states += [ServerState.SERVER_STATE_LOADING] * 1000
+    fake_server.states += [ModelState.MODEL_STATE_LOADING] * 1000
     now = [0.0]
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 20))
     monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
@@ -218,6 +211,7 @@ def test_an_engine_that_never_loads_is_given_up(
 
 
 def test_models_shows_only_what_is_known(fake_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_server.states.append(ModelState.MODEL_STATE_LOADING)
     assert cli.main(["models", "--target", fake_server.target]) == 0
     fake_server.model = Model(
         name="big", state="MODEL_STATE_READY", dtype="float32", parameter_count=2_000_000, max_context_token_count=99

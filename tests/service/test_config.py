@@ -37,6 +37,7 @@ def test_every_setting_can_be_given_in_every_source(tmp_path: Path) -> None:
     samples = {
         "listen_address": "localhost:7",
         "admin_listen_address": "localhost:8",
+        "tenant_weights": "gold=4,free=1",
         "metrics_listen_address": "localhost:9",
         "kv_cache_memory": "64MiB",
         "device": "cpu",
@@ -147,6 +148,13 @@ def test_auto_is_none_and_sizes_have_units() -> None:
         ),
         (["--listen-address", "example.org:1"], {}, None, ["listen_address"]),
         (["--tls-certificate", "x"], {}, None, ["tls_private_key"]),
+        (["--tenant-weights", "gold"], {}, None, ["--tenant-weights", "'gold'", "NAME=N"]),
+        (["--tenant-weights", "a=0"], {}, None, ["from 1 to 1000"]),
+        (["--tenant-weights", "a=1001"], {}, None, ["from 1 to 1000"]),
+        (["--tenant-weights", "a=1,a=2"], {}, None, ["'a=1,a=2'"]),
+        (["--tenant-weights", "a b=1"], {}, None, ["A-Z a-z 0-9"]),
+        (["--tenant-weights", "a=1=2"], {}, None, ["NAME=N"]),
+        ([], {}, "[engine.tenant_weights]\na = 1.5\n", ["engine.tenant_weights", "1.5"]),
         (["--max-num-batched-tokens", "8"], {}, None, ["max_num_batched_tokens", "max_num_sequences"]),
         (["--threads"], {}, None, ["--threads"]),
         (["--insecure", "--no-such"], {}, None, ["--no-such"]),
@@ -170,6 +178,13 @@ def test_bad_settings_are_one_line_errors(
 def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read(toml=tmp_path / "none.toml")
+
+
+def test_tenant_weights_are_a_table_in_toml(tmp_path: Path) -> None:
+    file = tmp_path / "foreword.toml"
+    file.write_text("[engine]\ntenant_weights = { gold = 4, free = 1 }\n")
+    assert read(toml=file).tenant_weights == read(["--tenant-weights", "gold=4,free=1"]).tenant_weights
+    assert read(toml=file).tenant_weights == (("gold", 4), ("free", 1))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.8.8.8:1", "localhost:1", "[::1]:1"])

@@ -22,7 +22,7 @@ from foreword.scheduler.errors import (
     QueueFull,
 )
 from foreword.scheduler.request import Request, StoppingParams
-from foreword.scheduler.step import FinishReason
+from foreword.scheduler.step import DraftState, FinishReason
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.codec import Codec
 from foreword.service.engine.messages import FRONT_END_SHIFT, Message, StepHeader
@@ -252,6 +252,38 @@ async def test_a_paused_generation_rests_until_it_is_resumed(serve: Serve, conne
     client.resume(key)
     await until(lambda: sink.ended)
     assert sink.token_ids == expected_tokens(4, 100)
+
+
+async def test_a_pause_shows_in_the_load_when_no_step_follows(serve: Serve, connect: Connect) -> None:
+    thread = serve(step_s=0.001)
+    client = await connect(thread)
+    key, sink = await start(client, max_output_tokens=100)
+    await until(lambda: sink.num_updates > 2)
+    client.pause(key)
+    await until(lambda: client.load.num_paused == 1)
+    assert not sink.ended
+    client.resume(key)
+    await until(lambda: sink.ended)
+    assert client.load.num_paused == 0
+
+
+async def test_a_ping_leaves_what_the_last_step_said_of_drafts(serve: Serve, connect: Connect) -> None:
+    client = await connect(serve())
+    client.draft_state = DraftState.CACHE_PRESSURE
+    num_received = client.num_received
+    client.ping()
+    await until(lambda: client.num_received > num_received)
+    assert client.draft_state is DraftState.CACHE_PRESSURE
+
+
+async def test_every_step_is_told_to_the_listener_first(serve: Serve, connect: Connect) -> None:
+    client = await connect(serve())
+    seen: list[tuple[int, int]] = []
+    sink = RecordingSink()
+    client.step_listener = lambda header: seen.append((header.step_id, sink.num_updates))
+    await client.submit(make_request(client.new_request_key(), max_output_tokens=5), sink)
+    await until(lambda: sink.ended)
+    assert seen == [(header.step_id, index) for index, header in enumerate(sink.headers)]
 
 
 async def test_news_that_arrive_just_before_a_command_are_not_missed(serve: Serve, connect: Connect) -> None:

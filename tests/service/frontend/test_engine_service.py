@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foreword.scheduler.step import FinishReason
@@ -248,6 +249,26 @@ class TestDrainServer:
         await harness.server.stop()
         assert (await failure_of(call)).code is grpc.StatusCode.UNAVAILABLE
         assert harness.engine.forgotten == [sequence.request.request_key]
+
+
+class TestChannelz:
+    @pytest.fixture
+    def config(self) -> ServerConfig:
+        return ServerConfig(listen_address="127.0.0.1:0", channelz=True)
+
+    async def test_grpc_tells_of_its_servers_where_it_may(self, harness: Harness) -> None:
+        stub = channelz_pb2_grpc.ChannelzStub(harness.channel)
+        servers = (await stub.GetServers(channelz_pb2.GetServersRequest())).server
+        assert any(server.data.calls_started for server in servers)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetServer(channelz_pb2.GetServerRequest(server_id=1 << 40))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_channelz_is_off_unless_asked_for(harness: Harness) -> None:
+    stub = channelz_pb2_grpc.ChannelzStub(harness.channel)
+    code = await code_of(stub.GetServers(channelz_pb2.GetServersRequest()))
+    assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.fixture

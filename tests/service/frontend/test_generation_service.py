@@ -22,6 +22,7 @@ from foreword.scheduler.errors import (
 from foreword.scheduler.request import SamplingParams
 from foreword.scheduler.step import FinishReason
 from foreword.service.config import ServerConfig
+from foreword.service.tenants import cache_scope
 from foreword.service.text.processor import TextProcessor
 from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, stopping_pb2, timing_pb2, tokens_pb2
 from foreword.v1.generation_service_pb2 import (
@@ -208,7 +209,8 @@ async def test_use_of_the_prefix_cache_reaches_the_scheduler(harness: Harness, c
     [request] = harness.engine.submitted
     assert started.HasField("cache")
     assert started.cache.bypass_prefix_cache == request.bypass_prefix_cache == cache.get("bypass_prefix_cache", False)
-    assert started.cache.cache_salt == request.cache_salt == cache.get("cache_salt", "")
+    assert started.cache.cache_salt == cache.get("cache_salt", "")
+    assert request.cache_salt == cache_scope("", started.cache.cache_salt)
 
 
 async def test_temperature_zero_is_not_unset(harness: Harness) -> None:
