@@ -26,6 +26,7 @@ class Timeline:
         receive_ns: the request was received.
         receive_time_ns: the same by the wall clock.
         tokenize_ns: the prompt was checked and tokenized.
+        compile_ns: the constraint was compiled; `None` without one.
         schedule_ns: the first step that computed the prompt was scheduled.
         sample_ns: the first token was known to the engine.
         first_token_ns: the first token was handed to gRPC, or could have been in a unary RPC.
@@ -37,6 +38,7 @@ class Timeline:
         "_gaps_ns",
         "_num_tokens",
         "blocked_ns",
+        "compile_ns",
         "first_token_ns",
         "last_token_ns",
         "receive_ns",
@@ -50,6 +52,7 @@ class Timeline:
         self.receive_ns = time.monotonic_ns()
         self.receive_time_ns = time.time_ns()
         self.tokenize_ns: int | None = None
+        self.compile_ns: int | None = None
         self.schedule_ns: int | None = None
         self.sample_ns: int | None = None
         self.first_token_ns: int | None = None
@@ -78,6 +81,11 @@ class Timeline:
         if start_ns is None or end_ns is None:
             return None
         return self.offset_us(end_ns) - self.offset_us(start_ns)
+
+    @property
+    def ready_ns(self) -> int | None:
+        """The request was ready for the engine: the prompt tokenized, its constraint compiled."""
+        return self.tokenize_ns if self.compile_ns is None else self.compile_ns
 
     @property
     def decode_us(self) -> int:
