@@ -7,6 +7,7 @@ the vocabulary. Every mask has a budget, so that no grammar can hold up a step f
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
@@ -107,4 +108,6 @@ def _reason(error: str) -> str:
     """The part of a message of the library that is for callers."""
     if error.startswith("NoExtension"):
         return "no output can have this form"
-    return error.partition("\n<")[0].split("\n")[0]
+    if match := re.search(r"^error: (.*)", error, re.MULTILINE):  # of a regular expression, below a picture of it
+        return match[1]
+    return re.sub(r"^at \d+\(\d+\): ", "", error.split("\n")[0])

@@ -20,6 +20,7 @@ from foreword.scheduler.scheduler import Scheduler
 from foreword.service.engine.config import EngineConfig
 from foreword.service.engine.engine import Engine
 from foreword.service.engine.messages import EngineInfo
+from foreword.service.text.tokenizer import Tokenizer
 
 _DEFAULT_MAX_MODEL_LEN = 8192
 _DEFAULT_TOKENS_PER_SEQUENCE = 1024
@@ -63,6 +64,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         dataclasses.replace(device_config, num_blocks=num_blocks),
         checkpoint,
         lambda done, total: progress("weights", done, total),
+        Tokenizer(checkpoint.tokenizer_json(), model.vocab_size).grammar_vocabulary(),
     )
     info = EngineInfo(
         device=runner.device,

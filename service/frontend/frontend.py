@@ -130,7 +130,7 @@ class Frontend:
             **field_of(generation.error),
             prompt_tokens=counts.num_prompt,
             output_tokens=counts.num_output,
-            queue_us=timeline.between_us(timeline.tokenize_ns, timeline.schedule_ns),
+            queue_us=timeline.between_us(timeline.ready_ns, timeline.schedule_ns),
             ttft_us=timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
             total_us=timeline.offset_us(now_ns),
         )

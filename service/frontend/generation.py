@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -168,7 +168,7 @@ class Generation:
         """Tokenize the prompt and hand it to the engine; returns when the scheduler has admitted it.
 
         Raises:
-            InvalidField: the prompt cannot be used.
+            InvalidField: the prompt or the constraint cannot be used.
             ContextLengthExceeded, QueueFull, DeadlineInfeasible, EngineUnavailable: it was not admitted.
         """
         try:
@@ -176,6 +176,10 @@ class Generation:
             self.timeline.tokenize_ns = time.monotonic_ns()
             self.counts.num_prompt = len(prompt_token_ids)
             request = self._request(prompt_token_ids)
+            if self.settings.constraint is not None:
+                grammar = await self._model.text.compile_constraint(self.settings.constraint)
+                request = replace(request, grammar=grammar)
+                self.timeline.compile_ns = time.monotonic_ns()
             if self.error is not None:
                 raise self.error
             if self._cancel_requested:
@@ -401,6 +405,14 @@ class Generation:
             reason = FinishReason.LENGTH if has_length else FinishReason.CONTEXT_LIMIT
         if reason is FinishReason.FAILED:
             self.fail(EngineFault("the model gave no usable result for this generation"))
+        elif reason is FinishReason.CONSTRAINT_STUCK and self.settings.constraint is not None:
+            self.fail(
+                InvalidField(
+                    self.settings.constraint.path,
+                    f"after {self.counts.num_output} tokens it allows none that the other settings allow, "
+                    "or has become too complex to be followed",
+                )
+            )
         elif reason is FinishReason.DEADLINE and self._is_rpc_deadline:
             self.fail(RpcDeadlineExceeded("the deadline of the RPC has passed"))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Any
 
@@ -13,11 +14,27 @@ from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend import validation
 from foreword.service.frontend.settings import Chat, GenerationSettings, Prompt, TimingLevel
 from foreword.service.text.chat_template import ChatMessage
-from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2, stopping_pb2, timing_pb2
+from foreword.service.text.constraint import Constraint
+from foreword.v1 import (
+    chat_pb2,
+    constraint_pb2,
+    generation_pb2,
+    sampling_pb2,
+    speculation_pb2,
+    stopping_pb2,
+    timing_pb2,
+)
 
 DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
 MAX_OUTPUTS = 16
+MAX_CONSTRAINT_BYTES = {
+    "json_schema": 65_536,
+    "json_object": 0,
+    "regex": 16_384,
+    "grammar": 65_536,
+    "choices": 65_536,
+}
 
 SUPPORTED_FIELDS = frozenset(
     {
@@ -57,6 +74,11 @@ SUPPORTED_FIELDS = frozenset(
         "speculation.disabled",
         "speculation.draft_token_count",
         "speculation.drafter",
+        "constraint.json_schema",
+        "constraint.json_object",
+        "constraint.regex",
+        "constraint.grammar",
+        "constraint.choices.choices",
         "priority",
     }
 )
@@ -127,6 +149,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         cache_salt=spec.cache.cache_salt,
         drafter=info.drafter if max_draft_tokens else "",
         max_draft_tokens=max_draft_tokens,
+        constraint=_read_constraint(spec.constraint) if spec.HasField("constraint") else None,
     )
 
 
@@ -215,6 +238,27 @@ def _read_num_outputs(sampling: sampling_pb2.SamplingConfig) -> int:
     count = sampling.output_count if sampling.HasField("output_count") else 1
     validation.check_number("sampling.output_count", count, 1, MAX_OUTPUTS)
     return count
+
+
+def _read_constraint(constraint: constraint_pb2.Constraint) -> Constraint:
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidField("constraint", f"must have one of {', '.join(MAX_CONSTRAINT_BYTES)}")
+    if kind == "json_object":
+        return Constraint(kind, "")
+    path, limit = f"constraint.{kind}", MAX_CONSTRAINT_BYTES[kind]
+    if kind != "choices":
+        source = getattr(constraint, kind)
+        validation.check_size(path, source, limit, is_empty_allowed=kind == "regex")
+        return Constraint(kind, source)
+    path, choices = f"{path}.choices", constraint.choices.choices
+    validation.check_count(path, len(choices))
+    if not choices:
+        raise InvalidField(path, "is empty")
+    for index, choice in enumerate(choices):
+        validation.check_size(f"{path}[{index}]", choice, limit)
+    validation.check_size(path, "".join(choices), limit)
+    return Constraint(kind, json.dumps(list(choices)))
 
 
 def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> int:

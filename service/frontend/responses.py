@@ -42,6 +42,7 @@ _FINISH_REASONS = {
     FinishReason.CONTEXT_LIMIT: stopping_pb2.FINISH_REASON_CONTEXT_LIMIT,
     FinishReason.DEADLINE: stopping_pb2.FINISH_REASON_TIME_LIMIT,
     FinishReason.CANCELLED: stopping_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.CONSTRAINT_COMPLETE: stopping_pb2.FINISH_REASON_CONSTRAINT_COMPLETE,
 }
 
 _DRAFT_STATE_DETAILS = {
@@ -153,7 +154,7 @@ class GenerationConverter:
         summary = {
             "request-id": self._settings.request_id,
             "ttft-us": timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
-            "queue-us": timeline.between_us(timeline.tokenize_ns, timeline.schedule_ns),
+            "queue-us": timeline.between_us(timeline.ready_ns, timeline.schedule_ns),
             "prefill-us": timeline.between_us(timeline.schedule_ns, timeline.sample_ns),
             "prompt-tokens": counts.num_prompt,
             "cached-prompt-tokens": counts.num_cached,
@@ -215,7 +216,8 @@ class GenerationConverter:
         return timing_pb2.GenerationTiming(
             receive_time=timestamp(timeline.receive_time_ns),
             tokenize_duration_micros=between(timeline.receive_ns, timeline.tokenize_ns) or 0,
-            queue_duration_micros=between(timeline.tokenize_ns, timeline.schedule_ns),
+            constraint_compile_duration_micros=between(timeline.tokenize_ns, timeline.compile_ns) or 0,
+            queue_duration_micros=between(timeline.ready_ns, timeline.schedule_ns),
             prefill_duration_micros=between(timeline.schedule_ns, timeline.sample_ns),
             delivery_duration_micros=between(timeline.sample_ns, timeline.first_token_ns) if has_token else None,
             first_token_duration_micros=between(timeline.receive_ns, timeline.first_token_ns),

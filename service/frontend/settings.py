@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.request import SamplingParams
 from foreword.service.text.chat_template import ChatMessage
+from foreword.service.text.constraint import Constraint
 
 
 class TimingLevel(IntEnum):
@@ -56,6 +57,7 @@ class GenerationSettings:
         cache_salt: share cached prefixes only with generations of the same salt.
         drafter: in use; empty for none.
         max_draft_tokens: drafts that a step may check; 0 for none.
+        constraint: form of the output; `None` for any.
     """
 
     request_id: str
@@ -78,3 +80,4 @@ class GenerationSettings:
     cache_salt: str
     drafter: str
     max_draft_tokens: int
+    constraint: Constraint | None

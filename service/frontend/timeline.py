@@ -76,6 +76,7 @@ class Timeline:
         receive_ns: the request was received.
         receive_time_ns: the same by the wall clock.
         tokenize_ns: the prompt was checked and tokenized.
+        compile_ns: the constraint was compiled; `None` without one.
         schedule_ns: the first step that computed the prompt was scheduled.
         sample_ns: the first token was known to the engine.
         deliveries: of its outputs.
@@ -84,6 +85,7 @@ class Timeline:
 
     __slots__ = (
         "blocked_ns",
+        "compile_ns",
         "deliveries",
         "receive_ns",
         "receive_time_ns",
@@ -96,6 +98,7 @@ class Timeline:
         self.receive_ns = time.monotonic_ns()
         self.receive_time_ns = time.time_ns()
         self.tokenize_ns: int | None = None
+        self.compile_ns: int | None = None
         self.schedule_ns: int | None = None
         self.sample_ns: int | None = None
         self.deliveries: list[Delivery] = []
@@ -122,6 +125,11 @@ class Timeline:
         if start_ns is None or end_ns is None:
             return None
         return self.offset_us(end_ns) - self.offset_us(start_ns)
+
+    @property
+    def ready_ns(self) -> int | None:
+        """The request was ready for the engine: the prompt tokenized, its constraint compiled."""
+        return self.tokenize_ns if self.compile_ns is None else self.compile_ns
 
     @property
     def decode_us(self) -> int:

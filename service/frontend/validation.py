@@ -141,6 +141,18 @@ def check_cache_salt(path: str, salt: str) -> None:
         raise InvalidField(path, f"must have at most 128 bytes, has {len(salt.encode())}")
 
 
+def check_size(path: str, text: str, limit: int, *, is_empty_allowed: bool = False) -> None:
+    """Require a text of at most `limit` bytes that is not empty, unless that is allowed.
+
+    Raises:
+        InvalidField: it is not.
+    """
+    size = len(text.encode())
+    if size > limit or not (size or is_empty_allowed):
+        bound = f"at most {limit:,}" if is_empty_allowed else f"1 to {limit:,}"
+        raise InvalidField(path, f"must have {bound} bytes, has {size:,}")
+
+
 def check_count(path: str, count: int, limit: int = 1024) -> None:
     """Require at most `limit` entries.
 

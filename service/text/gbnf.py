@@ -1,7 +1,8 @@
 """Translates context-free grammars from GBNF, the notation of llama.cpp, into the Lark dialect of the grammar library.
 
 The library splits an output into terminals and prefers longer ones, which would lose sentences of a grammar whose
-literals are prefixes of each other. Every terminal written here is therefore a single character.
+literals are prefixes of each other. A grammar without recursion therefore becomes a single terminal, a regular
+expression, which is also what the library follows fastest. In any other every terminal is a single character.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import re
 
 MAX_DEPTH = 64
 MAX_REPETITIONS = 1024
+MAX_EXPRESSION_LENGTH = 65_536
 
 _BLANKS = re.compile(r"(?:[ \t]|#[^\n]*)*")
 _BLANK_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _COUNTS = re.compile(r"\{[ \t]*(\d{1,6})[ \t]*(?:(,)[ \t]*(\d{1,6})?[ \t]*)?\}")
+_REFERENCE = re.compile(r"<([A-Za-z0-9_-]+)>")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
 _ANY = r"/[\x{0}-\x{10ffff}]/"
@@ -66,10 +69,31 @@ class _Translator:
             if name not in self._rules:
                 self._position = position
                 raise self._error(f"there is no rule {name!r}")
+        expressions = self._expressions()
+        if expression := expressions.get("root"):
+            return f"start: /{expression}/\n"
         numbers = {name: f"rule{i}" for i, name in enumerate(self._rules)}
         lines = [f"{numbers[name]}: {body}" for name, body in self._rules.items()]
-        named = re.sub(r"<([A-Za-z0-9_-]+)>", lambda match: numbers[match[1]], "\n".join(lines))
+        named = _REFERENCE.sub(lambda match: numbers[match[1]], "\n".join(lines))
         return f"start: {numbers['root']}\n{named}\n"
+
+    def _expressions(self) -> dict[str, str]:
+        """Regular expressions of the rules that are neither recursive nor too long."""
+        expressions: dict[str, str] = {}
+        while True:
+            ready = [
+                name
+                for name, body in self._rules.items()
+                if name not in expressions and expressions.keys() >= set(_REFERENCE.findall(body))
+            ]
+            for name in ready:
+                plain = self._rules[name].replace('""', "(?:)").replace(" ", "").replace("/", "")
+                plain = re.sub(r"\((?!\?)", "(?:", plain)
+                expression = _REFERENCE.sub(lambda match: f"(?:{expressions[match[1]]})", plain)
+                if len(expression) <= MAX_EXPRESSION_LENGTH:
+                    expressions[name] = expression
+            if not expressions.keys() & set(ready):
+                return expressions
 
     def _alternatives(self, depth: int) -> str:
         if depth > MAX_DEPTH:

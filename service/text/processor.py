@@ -12,6 +12,7 @@ from typing import TypeVar
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.scheduler.errors import CheckpointError, InvalidField
 from foreword.service.text.chat_template import FIELD, ChatMessage, ChatRenderer
+from foreword.service.text.constraint import Constraint, ConstraintCompiler
 from foreword.service.text.tokenizer import Int32Array, TokenizedText, Tokenizer
 from foreword.service.text.vocabulary import Vocabulary
 
@@ -32,14 +33,14 @@ class RenderedChat:
 
 
 class TextProcessor:
-    """Tokenizers of one model, one for each thread, and its chat template.
+    """Tokenizers of one model, one for each thread, its chat template and its constraints.
 
     Attributes:
         vocabulary: what the ids stand for; shared by all detokenizers.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, num_threads: int = 2) -> None:
-        """Read the vocabulary; threads, their tokenizers and the template's process start when needed, or by `start`.
+        """Read the vocabulary; threads, their tokenizers and the processes start when needed, or by `start`.
 
         Args:
             checkpoint: where the tokenizer, the vocabulary's size and the chat template come from.
@@ -56,6 +57,8 @@ class TextProcessor:
             checkpoint.tokenizer_json(), vocab_size, chat_template.source if chat_template else ""
         )
         self.vocabulary: Vocabulary = self._prototype.vocabulary
+        self._constraints = ConstraintCompiler(checkpoint.tokenizer_json(), vocab_size)
+        self._constraint_executor = ThreadPoolExecutor(1, "constraint")
         self._renderer = ChatRenderer(chat_template, self.vocabulary.markers) if chat_template else None
         self._num_threads = num_threads
         self._thread = threading.local()
@@ -65,6 +68,7 @@ class TextProcessor:
         """Start everything now, so that the first request need not wait for it."""
         barrier = threading.Barrier(self._num_threads)  # holds each thread, so that the pool starts another one
         await asyncio.gather(*(self._run(barrier.wait) for _ in range(self._num_threads)))
+        await asyncio.get_running_loop().run_in_executor(self._constraint_executor, self._constraints.start)
         if self._renderer is not None:
             await self._run(self._renderer.start)
 
@@ -98,9 +102,16 @@ class TextProcessor:
         """
         return await self._run(lambda: self._render(messages, add_generation_prompt))
 
+    async def compile_constraint(self, constraint: Constraint) -> str:
+        """The grammar of a constraint; see `ConstraintCompiler.compile`. Waits for none but other constraints."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._constraint_executor, self._constraints.compile, constraint)
+
     def close(self) -> None:
-        """End the threads and the template's process; work that has not begun is cancelled."""
+        """End the threads and the processes; work that has not begun is cancelled."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._constraint_executor.shutdown(wait=True, cancel_futures=True)
+        self._constraints.close()
         if self._renderer is not None:
             self._renderer.close()
 

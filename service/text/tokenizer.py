@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from foreword.gpu.guided.grammar import GrammarVocabulary
 from foreword.scheduler.errors import CheckpointError, InvalidField
 from foreword.service.text.vocabulary import Vocabulary
 
@@ -79,6 +80,13 @@ class Tokenizer:
         clone._spellings = self._spellings
         clone._load()
         return clone
+
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """The vocabulary for grammars that outputs follow."""
+        size, is_special = self.vocabulary.size, self.vocabulary.is_special
+        token_bytes = [self.vocabulary.bytes_of(token_id) for token_id in range(size)]
+        special_ids = set(filter(is_special, range(size)))
+        return GrammarVocabulary(token_bytes, special_ids, lambda text: self.encode(text).tolist())
 
     def encode(self, text: str, *, add_special_tokens: bool = False, parse_special_tokens: bool = False) -> Int32Array:
         """Split a text into tokens.

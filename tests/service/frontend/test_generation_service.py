@@ -287,8 +287,21 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"output": {"top_logprob_count": 1}}, "output.top_logprob_count"),
     ({"output": {"prompt_logprobs": True}}, "output.prompt_logprobs"),
     ({"output": {"echo_prompt": True}}, "output.echo_prompt"),
-    ({"constraint": {"regex": "a*"}}, "constraint"),
     ({"constraint": {}}, "constraint"),
+    ({"constraint": {"regex": "a" * 16_385}}, "constraint.regex"),
+    ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
+    ({"constraint": {"json_schema": " " * 65_537}}, "constraint.json_schema"),
+    ({"constraint": {"grammar": ""}}, "constraint.grammar"),
+    ({"constraint": {"grammar": "#" * 65_537}}, "constraint.grammar"),
+    ({"constraint": {"choices": {}}}, "constraint.choices.choices"),
+    ({"constraint": {"choices": {"choices": ["a", ""]}}}, "constraint.choices.choices[1]"),
+    ({"constraint": {"choices": {"choices": ["a"] * 1025}}}, "constraint.choices.choices"),
+    ({"constraint": {"choices": {"choices": ["a" * 40_000, "b" * 40_000]}}}, "constraint.choices.choices"),
+    ({"constraint": {"regex": "(a"}}, "constraint.regex"),
+    ({"constraint": {"regex": r"[^\s\S]"}}, "constraint.regex"),
+    ({"constraint": {"json_schema": "{"}}, "constraint.json_schema"),
+    ({"constraint": {"json_schema": '{"not": {}}'}}, "constraint.json_schema"),
+    ({"constraint": {"grammar": 'root ::= root "a"'}}, "constraint.grammar"),
     ({"cache": {"cache_salt": "é" * 64 + "x"}}, "cache.cache_salt"),
     ({"speculation": {"draft_token_count": 17}}, "speculation.draft_token_count"),
     ({"speculation": {"draft_token_count": -1}}, "speculation.draft_token_count"),
@@ -896,3 +909,28 @@ async def test_many_generations_leave_nothing(harness: Harness) -> None:
             FinishReason.LENGTH if round_index == 2 else FinishReason.NONE,
         )
     assert await asyncio.gather(*calls) == [f"{index}" * 3 for index in range(64)]
+
+
+async def test_a_constraint_reaches_the_engine_as_a_grammar_and_its_end_is_told(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(constraint={"choices": {"choices": ["yes", "no"]}}))
+    [sequence] = await harness.engine.arrival()
+    assert sequence.request.grammar == "start: /yes|no/"
+    harness.engine.step({sequence: ""})
+    harness.engine.step({sequence: "no"}, FinishReason.CONSTRAINT_COMPLETE)
+    response = await call
+    [output] = response.outputs
+    assert output.content.text == "no"
+    assert output.finished.finish_reason == stopping_pb2.FINISH_REASON_CONSTRAINT_COMPLETE
+    assert response.finished.timing.constraint_compile_duration_micros > 0
+    check_identity(response.finished.timing)
+
+
+async def test_a_constraint_that_gets_stuck_is_named(harness: Harness) -> None:
+    call = harness.generation.GenerateText(unary(constraint={"regex": "a{3}"}))
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: "aa"})
+    harness.engine.step({sequence: ""}, FinishReason.CONSTRAINT_STUCK)
+    failure = await failure_of(call)
+    assert failure.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert failure.fields == ["constraint.regex"]
+    assert "after 2 tokens" in failure.message
