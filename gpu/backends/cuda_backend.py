@@ -26,7 +26,7 @@ from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
 from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
-from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.errors import ConfigError, DeviceError
 from foreword.scheduler.step import StepPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,13 +82,15 @@ class CudaBackend(Backend[torch.Tensor]):
         )
 
     def weight(self, values: Float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return self._on_device(values, torch.float32)
 
     def embedding_weight(self, table: Float32) -> torch.Tensor:
-        return self._tensor(table)
+        return self._on_device(table, self._dtype)
 
     def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[torch.Tensor]:
-        return LinearWeight(self._tensor(weight), None if bias is None else self._tensor(bias))
+        return LinearWeight(
+            self._on_device(weight, self._dtype), None if bias is None else self._on_device(bias, self._dtype)
+        )
 
     def tied_linear_weight(self, table: torch.Tensor) -> LinearWeight[torch.Tensor]:
         return LinearWeight(table, None)
@@ -251,5 +253,8 @@ class CudaBackend(Backend[torch.Tensor]):
     def _empty(self, *size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
-    def _tensor(self, values: Float32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, self._dtype, copy=True)
+    def _on_device(self, values: Float32, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
