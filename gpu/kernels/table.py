@@ -8,8 +8,9 @@ launch, wherever it occurs, scalar parameters included; `2*width` is twice that 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -190,4 +191,72 @@ SAMPLE = Kernel(
     EVERY_TYPE,
 )
 
-KERNELS = (EMBEDDING, RMS_NORM, ROTATE_AND_STORE, SILU_AND_MUL, GELU_AND_MUL, PROCESS, SAMPLE)
+ATTENTION_TYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32)
+WIDE_WARPS = 4
+FMA_ROWS = 4
+PAGED_ATTENTION = Kernel(
+    "paged_attention",
+    "paged_attention.cu",
+    32,
+    (
+        "queries: T[tokens, query_stride]",
+        "keys: T[num_blocks, num_kv_heads, block_size, head_dim]",
+        "values: T[num_blocks, num_kv_heads, block_size, head_dim]",
+        "block_table: int32[num_rows, max_blocks]",
+        "items: int32[max_items, item_fields]",
+        "count: int32[one]",
+        "out: T[tokens, width]",
+        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
+        "partial_stats: float32[partial_rows, num_kv_heads, two]",
+        "num_kv_heads: int32",
+        "group: int32",
+        "max_blocks: int32",
+        "query_stride: int32",
+        "window: int32",
+        "scale_log2: float32",
+        "soft_cap: float32",
+    ),
+    tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (1,))),
+)
+PAGED_ATTENTION_WIDE = replace(
+    PAGED_ATTENTION,
+    threads=32 * WIDE_WARPS,
+    instantiations=tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (WIDE_WARPS,))),
+)
+PAGED_ATTENTION_FMA = replace(
+    PAGED_ATTENTION,
+    name="paged_attention_fma",
+    file="paged_attention_fma.cu",
+    instantiations=tuple(product(("float32",), HEAD_DIMS, BLOCK_SIZES, (FMA_ROWS,))),
+)
+MERGE_SPLITS = Kernel(
+    "merge_splits",
+    "attention_merge.cu",
+    128,
+    (
+        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
+        "partial_stats: float32[partial_rows, num_kv_heads, two]",
+        "items: int32[max_items, item_fields]",
+        "count: int32[one]",
+        "out: T[tokens, width]",
+        "num_kv_heads: int32",
+        "group: int32",
+    ),
+    tuple(product(TYPES, HEAD_DIMS, (4,))),
+)
+
+KERNELS = (
+    EMBEDDING,
+    RMS_NORM,
+    ROTATE_AND_STORE,
+    SILU_AND_MUL,
+    GELU_AND_MUL,
+    PROCESS,
+    SAMPLE,
+    PAGED_ATTENTION,
+    PAGED_ATTENTION_WIDE,
+    PAGED_ATTENTION_FMA,
+    MERGE_SPLITS,
+)
