@@ -14,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.cuda_attention import (
-    BLOCK_SIZES,
     HEAD_DIM_MULTIPLE,
     MAX_HEAD_DIM,
     CudaAttention,
@@ -25,7 +24,16 @@ from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
-from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
+from foreword.gpu.kernels.table import (
+    BLOCK_SIZES,
+    EMBEDDING,
+    PROCESS,
+    RMS_NORM,
+    ROTATE_AND_STORE,
+    SAMPLE,
+    SILU_AND_MUL,
+    Kernel,
+)
 from foreword.scheduler.errors import ConfigError, DeviceError
 from foreword.scheduler.step import StepPlan
 

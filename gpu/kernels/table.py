@@ -7,10 +7,10 @@ launch, wherever it occurs, scalar parameters included; `2*width` is twice that 
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -193,53 +193,60 @@ SAMPLE = Kernel(
     EVERY_TYPE,
 )
 
-_HEAD_DIMS = (64, 80, 96, 128, 256)
-_BLOCK_SIZES = (16, 32)
+ATTENTION_TYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32)
+WIDE_WARPS = 4
+FMA_ROWS = 4
 PAGED_ATTENTION = Kernel(
     "paged_attention",
     "paged_attention.cu",
-    128,
+    32,
     (
-        "q: T[tokens, q_stride]",
-        "k_cache: T[num_blocks, kv_heads, block_size, head_dim]",
-        "v_cache: T[num_blocks, kv_heads, block_size, head_dim]",
-        "block_table: int32[table_rows, max_blocks]",
+        "queries: T[tokens, query_stride]",
+        "keys: T[num_blocks, num_kv_heads, block_size, head_dim]",
+        "values: T[num_blocks, num_kv_heads, block_size, head_dim]",
+        "block_table: int32[num_rows, max_blocks]",
         "items: int32[num_items, 8]",
         "count: int32[1]",
-        "out: T[tokens, q_stride]",
-        "partial_out: float32[partials, kv_heads, head_dim]",
-        "partial_stats: float32[partials, kv_heads, 2]",
-        "kv_heads: int32",
+        "out: T[tokens, width]",
+        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
+        "partial_stats: float32[partial_rows, num_kv_heads, 2]",
+        "num_kv_heads: int32",
         "group: int32",
         "max_blocks: int32",
-        "q_stride: int32",
+        "query_stride: int32",
         "window: int32",
         "scale_log2: float32",
         "soft_cap: float32",
     ),
-    tuple(itertools.product(("bfloat16", "float16"), _HEAD_DIMS, _BLOCK_SIZES, (1, 4))),
+    tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (1,))),
 )
-PAGED_ATTENTION_FMA = Kernel(
-    "paged_attention_fma",
-    "paged_attention_fma.cu",
-    32,
-    PAGED_ATTENTION.signature,
-    tuple(itertools.product(("float32",), _HEAD_DIMS, _BLOCK_SIZES, (4,))),
+PAGED_ATTENTION_WIDE = replace(
+    PAGED_ATTENTION,
+    threads=32 * WIDE_WARPS,
+    instantiations=tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (WIDE_WARPS,))),
+)
+PAGED_ATTENTION_FMA = replace(
+    PAGED_ATTENTION,
+    name="paged_attention_fma",
+    file="paged_attention_fma.cu",
+    instantiations=tuple(product(("float32",), HEAD_DIMS, BLOCK_SIZES, (FMA_ROWS,))),
 )
 MERGE_SPLITS = Kernel(
     "merge_splits",
     "attention_merge.cu",
-    64,
+    128,
     (
-        "partial_out: float32[partials, kv_heads, head_dim]",
-        "partial_stats: float32[partials, kv_heads, 2]",
-        "items: int32[num_items, 5]",
+        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
+        "partial_stats: float32[partial_rows, num_kv_heads, 2]",
+        "items: int32[max_items, item_fields]",
         "count: int32[1]",
         "out: T[tokens, width]",
-        "kv_heads: int32",
+        "num_kv_heads: int32",
         "group: int32",
     ),
-    tuple(itertools.product(TYPES, _HEAD_DIMS, (2,))),
+    tuple(product(TYPES, HEAD_DIMS, (4,))),
 )
 
 KERNELS = (
@@ -251,6 +258,7 @@ KERNELS = (
     PROCESS,
     SAMPLE,
     PAGED_ATTENTION,
+    PAGED_ATTENTION_WIDE,
     PAGED_ATTENTION_FMA,
     MERGE_SPLITS,
 )
