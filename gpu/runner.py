@@ -14,6 +14,7 @@ import numpy.typing as npt
 from foreword.gpu.backends.backend import Backend, KVCacheShape
 from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.backends.sampling_state import SamplingState
+from foreword.gpu.batch import Batch
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
 from foreword.gpu.device import open_cuda_backend
@@ -100,7 +101,7 @@ class ModelRunner:
             self._sampling.admit(row, request, plan.output_token_ids[output])
         backend = self.decoder.backend
         batch = backend.upload(plan, self.cache)
-        logits = self.decoder.logits(batch, self.cache)
+        logits = backend.compute(self._compute_logits, batch)
         num_logits = len(plan.logits_indices)
         samples = backend.sample(logits[:num_logits], self._sampling.select(plan))
         accepted, failed = accept_drafts(plan, samples)
@@ -126,6 +127,9 @@ class ModelRunner:
             scores=scores,
             prompt_scores=self._score_prompts(logits, plan),
         )
+
+    def _compute_logits(self, batch: Batch[Any]) -> Any:
+        return self.decoder.logits(batch, self.cache)
 
     def _score_prompts(self, logits: Any, plan: StepPlan) -> TokenScores | None:
         """Scores of the plan's prompt tokens `[P]`; None without any."""

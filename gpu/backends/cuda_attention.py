@@ -21,6 +21,7 @@ HEAD_DIM_MULTIPLE = 16
 
 _MERGE_BLOCKS = 4  # of a multiprocessor
 _MAX_PARTIALS = 8192
+_LEAST_ROOM = 64
 _STAGING_BYTES = 1 << 20
 _EVERY_KEY = 2**31 - 1
 _LOG2_E = 1.4426950408889634
@@ -36,12 +37,15 @@ class CudaBatch(Batch[torch.Tensor]):
         query_offsets: `[B + 1]`.
         context_lens: `[B]`.
         rows: `[B]`.
+        padded_to: tokens that the device's arrays have room for, when they have more than the batch has: the rest is
+            padding, whose results are arbitrary. 0 for exactly as many.
         work: attention work of this batch that is on the device already.
     """
 
     query_offsets: Int32Array
     context_lens: Int32Array
     rows: Int32Array
+    padded_to: int = 0
     work: dict[Geometry, AttentionWork] = field(default_factory=dict)
 
 
@@ -145,8 +149,10 @@ class CudaAttention:
             narrow_rows=narrow.rows,
         )
         plan = planner.plan(batch.query_offsets, batch.context_lens, batch.rows)
-        lists = (plan.narrow, plan.wide, plan.merges)
+        lists = [plan.narrow, plan.wide, plan.merges]
         counts = [np.array([len(items)], np.int32) for items in lists]
+        if batch.padded_to:
+            lists = [_with_room(items) for items in lists]
         if geometry not in self._staging:
             self._staging[geometry] = StagingBuffer(self._device, _STAGING_BYTES)
         return AttentionWork(*self._staging[geometry].upload(*lists, *counts))
@@ -166,3 +172,11 @@ class CudaAttention:
             stats = torch.empty(_MAX_PARTIALS, num_kv_heads, 2, device=self._device)
             self._partials[key] = (out, stats)
         return self._partials[key]
+
+
+def _with_room(items: Int32Array) -> Int32Array:
+    """Items, and zeros up to one of few lengths, so that recordings serve many batches."""
+    if not len(items):
+        return items
+    length = max(_LEAST_ROOM, 1 << (len(items) - 1).bit_length())
+    return np.pad(items, ((0, length - len(items)), (0, 0)))

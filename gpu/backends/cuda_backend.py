@@ -6,7 +6,7 @@ The library chooses the order of summation of a product by its shape, so every p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from foreword.gpu.backends.cuda_attention import (
     CudaAttention,
     CudaBatch,
 )
+from foreword.gpu.backends.cuda_graphs import StepGraphs, padded_size
 from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
@@ -43,6 +44,7 @@ TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
 MAX_VOCAB_SIZE = 1 << 18
 WARP = 32
+NO_SLOT = -1
 _STAGING_BYTES = 1 << 20
 
 
@@ -67,6 +69,7 @@ class CudaBackend(Backend[torch.Tensor]):
         self._device = torch.device(device)
         self._launcher = KernelLauncher(driver, self._device)
         self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
+        self._graphs = StepGraphs(driver, self._attention)
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._score_inputs = StagingBuffer(self._device, _STAGING_BYTES)
@@ -126,12 +129,15 @@ class CudaBackend(Backend[torch.Tensor]):
         return KVCache(shape, keys, values, table)
 
     def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
-        token_ids, positions, token_rows, slot_mapping, logits_indices, updates = self._step_inputs.upload(
-            plan.token_ids,
-            plan.positions,
-            np.repeat(plan.rows, np.diff(plan.query_offsets)),
-            plan.slot_mapping,
-            plan.logits_indices,
+        num_tokens = plan.num_tokens
+        padded_to = padded_size(num_tokens) if len(plan.head_indices) == num_tokens else 0
+        padding = max(padded_to - num_tokens, 0)
+        token_ids, positions, token_rows, slot_mapping, head_indices, updates = self._step_inputs.upload(
+            np.pad(plan.token_ids, (0, padding)),
+            np.pad(plan.positions, (0, padding)),
+            np.pad(np.repeat(plan.rows, np.diff(plan.query_offsets)), (0, padding)),
+            np.pad(plan.slot_mapping, (0, padding), constant_values=NO_SLOT),
+            np.arange(padded_to, dtype=np.int32) if padded_to else plan.head_indices,
             np.ascontiguousarray(plan.block_table_updates.T),
         )
         if len(plan.block_table_updates):
@@ -142,11 +148,16 @@ class CudaBackend(Backend[torch.Tensor]):
             positions=positions,
             token_rows=token_rows,
             slot_mapping=slot_mapping,
-            logits_indices=logits_indices,
+            logits_indices=head_indices,
             query_offsets=plan.query_offsets,
             context_lens=plan.context_lens,
             rows=plan.rows,
+            padded_to=padded_to,
         )
+
+    def compute(self, model: Callable[[Batch[torch.Tensor]], torch.Tensor], batch: Batch[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(batch, CudaBatch)
+        return self._graphs.run(model, batch) if batch.padded_to else model(batch)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         rows, width = len(token_ids), table.shape[1]

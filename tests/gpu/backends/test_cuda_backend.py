@@ -10,6 +10,7 @@ import pytest
 import torch
 from simt.driver import CheckerDriver
 
+from foreword.gpu.backends import cuda_backend
 from foreword.gpu.backends.backend import KVCacheShape
 from foreword.gpu.backends.cuda_backend import MAX_VOCAB_SIZE, CudaBackend
 from foreword.gpu.backends.staging import StagingBuffer
@@ -90,6 +91,84 @@ def test_tokens_do_not_depend_on_the_order_of_threads(
     expected = new_runner("bfloat16", cuda).execute(plan)
     shuffled = new_runner("bfloat16", CudaBackend("bfloat16", CheckerDriver(seed), device="cpu")).execute(plan)
     assert shuffled.token_ids.tolist() == expected.token_ids.tolist()
+
+
+class RecordingDriver(CheckerDriver):
+    """Counts recordings and how often they are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_recordings = self.num_replays = 0
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        self.num_recordings += 1
+
+        def replay() -> torch.Tensor:
+            self.num_replays += 1
+            return compute()
+
+        return replay
+
+
+def decode(runner: ModelRunner, writer: Any, requests: list[Request], num_steps: int) -> list[list[int]]:
+    """Run whole prompts in one step each, then decode all of them; in the middle one sequence goes and comes back."""
+    outputs: list[list[int]] = []
+    for row, request in enumerate(requests):
+        prompt = request.prompt_token_ids.tolist()
+        outputs.append(runner.execute(writer.plan([(row, prompt, 1)], [(row, request)])).token_ids.tolist())
+    for step in range(num_steps):
+        rows = [row for row in range(len(requests)) if not (row == 1 and step % 3 == 1)]
+        result = runner.execute(writer.plan([(row, outputs[row][-1:], 1) for row in rows]))
+        for row, token in zip(rows, result.token_ids.tolist(), strict=True):
+            outputs[row].append(token)
+    return outputs
+
+
+def test_recorded_steps_give_the_tokens_of_steps_computed_one_by_one(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    checker: CheckerDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checker's recordings read the memory that they were made with, as a graph does."""
+    requests = [new_request(range(3, 3 + length), temperature=0.8, seed=length) for length in (1, 14, 40)]
+    driver = RecordingDriver()
+    recorded = decode(new_runner("float32", CudaBackend("float32", driver, device="cpu")), plan_writer(), requests, 9)
+    assert driver.num_recordings == 1
+    assert driver.num_replays == 9  # the prompt of one token is a step like the others
+    monkeypatch.setattr(cuda_backend, "padded_size", lambda num_tokens: 0)
+    alone = decode(new_runner("float32", CudaBackend("float32", checker, device="cpu")), plan_writer(), requests, 9)
+    assert recorded == alone
+
+
+def test_a_recording_is_made_again_when_its_memory_moved(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_backend, "_STAGING_BYTES", 400)
+    driver, writer = RecordingDriver(), plan_writer()
+    runner = new_runner("float32", CudaBackend("float32", driver, device="cpu"))
+    request = new_request([5, 6], temperature=0.0)
+    first = runner.execute(writer.plan([(0, [5, 6], 1)], [(0, request)])).token_ids.tolist()
+    outputs = decode_one(runner, writer, first, 3)
+    assert driver.num_recordings == 1
+    long_prompt = new_request([9] * 200)
+    runner.execute(writer.plan([(1, [9] * 200, 1)], [(1, long_prompt)]))
+    outputs = decode_one(runner, writer, outputs, 3)
+    assert driver.num_recordings == 2
+    whole = new_runner("float32", CudaBackend("float32", CheckerDriver(), device="cpu"))
+    fresh = plan_writer()
+    expected = whole.execute(fresh.plan([(0, [5, 6], 1)], [(0, request)])).token_ids.tolist()
+    assert outputs == decode_one(whole, fresh, expected, 6)
+
+
+def decode_one(runner: ModelRunner, writer: Any, output: list[int], num_steps: int) -> list[int]:
+    for _ in range(num_steps):
+        output = output + runner.execute(writer.plan([(0, output[-1:], 1)])).token_ids.tolist()
+    return output
 
 
 def test_staging_keeps_values_shapes_and_types() -> None:
