@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-sampling bench-speculation wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,12 @@ check: $(VENV)/.dev build ## Lint, types, import rules, proto lint, freshness of
 fix: $(VENV)/.dev ## Format and repair what ruff can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels: $(VENV)/.dev build ## Compile every CUDA kernel for sm_80, sm_90, sm_100 without a GPU; print what each needs (ARGS="sm_90").
+	@PYTHONPATH=tests $(BIN)/python tests/gpu/kernels/nvrtc.py $(ARGS)
+
+test-kernels-full: $(VENV)/.dev build ## CUDA kernels under address, undefined-behaviour and thread sanitizers; planted defects.
+	@$(BIN)/python -m pytest tests/gpu/kernels/sanitized.py $(ARGS)
 
 proto: $(VENV)/.tools ## Compile proto/ into build/tree/foreword/v1.
 	@$(BIN)/python -c 'import setup; setup.link_tree(); setup.generate_proto(setup.TREE.parent)'

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.gpu.backends.backend import KVCacheShape
+from foreword.gpu.backends.backend import Backend, KVCacheShape
 from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.backends.sampling_state import SamplingState
+from foreword.gpu.batch import Batch
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
+from foreword.gpu.device import open_cuda_backend
 from foreword.gpu.guided.grammar import GrammarCompiler, GrammarVocabulary
 from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
@@ -70,7 +72,7 @@ class ModelRunner:
 
     @property
     def device(self) -> str:
-        """Kind of device: "cpu"."""
+        """Kind of device: "cpu", "cuda:0"."""
         return self.decoder.backend.device
 
     @property
@@ -109,7 +111,7 @@ class ModelRunner:
             self._sampling.admit(row, request, plan.output_token_ids[output])
         backend, guided_rows = self.decoder.backend, self.guided_rows
         batch = backend.upload(plan, self.cache)
-        logits = self.decoder.logits(batch, self.cache)
+        logits = backend.compute(self._compute_logits, batch)
         num_logits = len(plan.logits_indices)
         params, constraint_reasons = self._sampling.select(plan), None
         if guided_rows:
@@ -144,6 +146,9 @@ class ModelRunner:
             scores=scores,
             prompt_scores=self._score_prompts(logits, plan),
         )
+
+    def _compute_logits(self, batch: Batch[Any]) -> Any:
+        return self.decoder.logits(batch, self.cache)
 
     def _score_prompts(self, logits: Any, plan: StepPlan) -> TokenScores | None:
         """Scores of the plan's prompt tokens `[P]`; None without any."""
@@ -222,6 +227,7 @@ def load_runner(
     Raises:
         CheckpointError: the model cannot be loaded.
         ConfigError: the device cannot work within `config`.
+        DeviceError: the device failed.
     """
     model = family(checkpoint)
     model_config = model.read_config(checkpoint)
@@ -230,10 +236,14 @@ def load_runner(
             f"max_model_len: must be at most {model_config.max_position_embeddings}, the positions this model was made "
             f"for, got {config.max_model_len}"
         )
-    backend = _open_backend(config.dtype, config.num_threads)
-    layers, max_rows = model_config.linear_layers, config.max_num_batched_tokens
-    if not _is_row_independent(config.dtype, config.num_threads, layers, max_rows):
-        backend.use_tiles()
+    backend: Backend[Any]
+    if config.device == "cuda":
+        backend = open_cuda_backend(config.dtype)
+    else:
+        backend = _open_backend(config.dtype, config.num_threads)
+        layers, max_rows = model_config.linear_layers, config.max_num_batched_tokens
+        if not _is_row_independent(config.dtype, config.num_threads, layers, max_rows):
+            backend.use_tiles()
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
     guided_rows = GuidedRows(GrammarCompiler(vocabulary), config.num_threads) if vocabulary else None

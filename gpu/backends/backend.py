@@ -12,6 +12,7 @@ in the batch, and however its prompt was cut into chunks, it is the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -123,6 +124,15 @@ class Backend(ABC, Generic[A]):
     @abstractmethod
     def upload(self, plan: StepPlan, cache: KVCache[A]) -> Batch[A]:
         """Apply the plan's block-table updates to the cache and copy its tokens to the device."""
+
+    def compute(self, model: Callable[[Batch[A]], A], batch: Batch[A]) -> A:
+        """Run a model on a batch; a device may record it once and repeat the recording for batches of the same size.
+
+        Args:
+            model: the same one in every call; its result has a row for each of the batch's logits, and may have more.
+            batch: from the last `upload`.
+        """
+        return model(batch)
 
     # Operations
 

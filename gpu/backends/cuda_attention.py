@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from foreword.gpu.backends.attention_plan import NARROW_ROWS, AttentionPlanner
+from foreword.gpu.backends.attention_plan import AttentionPlanner
 from foreword.gpu.backends.backend import KVCache
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
+from foreword.gpu.kernels.attention import AttentionLaunch, attention_launches
 from foreword.gpu.kernels.launcher import KernelLauncher
-from foreword.gpu.kernels.table import MERGE_SPLITS, PAGED_ATTENTION, PAGED_ATTENTION_FMA, Kernel
+from foreword.gpu.kernels.table import MERGE_SPLITS
 from foreword.scheduler.step import Int32Array
 
-BLOCK_SIZES = (16, 32)
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
 
-_WIDE_WARPS = 4
-_FMA_ROWS = 4  # of a tile on CUDA cores
-_MERGE_WARPS = 2
+_MERGE_BLOCKS = 4  # of a multiprocessor
 _MAX_PARTIALS = 8192
+_LEAST_ROOM = 64
 _STAGING_BYTES = 1 << 20
 _EVERY_KEY = 2**31 - 1
 _LOG2_E = 1.4426950408889634
-_SHARED_BYTES_PER_MULTIPROCESSOR = 227 * 1024
+_SHARED_BYTES_PER_MULTIPROCESSOR = 228 * 1024
+_SHARED_BYTES_RESERVED = 1024  # of each block, by the system
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,15 @@ class CudaBatch(Batch[torch.Tensor]):
         query_offsets: `[B + 1]`.
         context_lens: `[B]`.
         rows: `[B]`.
+        padded_to: tokens that the device's arrays have room for, when they have more than the batch has: the rest is
+            padding, whose results are arbitrary. 0 for exactly as many.
         work: attention work of this batch that is on the device already.
     """
 
     query_offsets: Int32Array
     context_lens: Int32Array
     rows: Int32Array
+    padded_to: int = 0
     work: dict[Geometry, AttentionWork] = field(default_factory=dict)
 
 
@@ -54,12 +57,14 @@ class Geometry:
         group: query heads of a KV head.
         num_kv_heads: G.
         head_dim: D.
+        block_size: tokens per block of the cache.
         window: keys a token sees, itself included; None for all.
     """
 
     group: int
     num_kv_heads: int
     head_dim: int
+    block_size: int
     window: int | None
 
 
@@ -88,7 +93,6 @@ class CudaAttention:
         self._dtype = dtype
         self._device = device
         self._num_multiprocessors = num_multiprocessors
-        self._has_tensor_cores = dtype != "float32"
         self._staging: dict[Geometry, StagingBuffer] = {}
         self._partials: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -103,73 +107,63 @@ class CudaAttention:
     ) -> torch.Tensor:
         """See `Backend.attention`."""
         shape = cache.shape
-        head_dim, num_kv_heads = shape.head_dim, shape.num_kv_heads
-        group = queries.shape[1] // (head_dim * num_kv_heads)
-        geometry = Geometry(group, num_kv_heads, head_dim, window)
+        group = queries.shape[1] // (shape.head_dim * shape.num_kv_heads)
+        geometry = Geometry(group, shape.num_kv_heads, shape.head_dim, shape.block_size, window)
         work = batch.work.get(geometry)
         if work is None:
             work = batch.work[geometry] = self.plan(batch, geometry)
         out = torch.empty_like(queries)
-        partials = self._partials_of(num_kv_heads, head_dim)
+        partials = self._partials_of(shape.num_kv_heads, shape.head_dim)
         inputs = (queries, cache.keys[layer], cache.values[layer], cache.block_table)
-        sizes = (num_kv_heads, group, shape.max_blocks_per_sequence, queries.shape[1], window or _EVERY_KEY)
-        for is_wide, items, count in ((False, work.narrow, work.num_narrow), (True, work.wide, work.num_wide)):
-            if not len(items):
-                continue
-            kernel, tile = self._kernel(is_wide)
-            shared_bytes = self._shared_bytes(head_dim, is_wide)
-            self._launcher.launch(
-                kernel,
-                (self._dtype, head_dim, shape.block_size, tile),
-                (self._num_blocks(shared_bytes),),
-                *(*inputs, items, count, out, *partials, *sizes, scale * _LOG2_E, 0.0),
-                threads=32 * _WIDE_WARPS if is_wide else 32,
-                shared_bytes=shared_bytes,
-            )
+        sizes = (shape.num_kv_heads, group, shape.max_blocks_per_sequence, queries.shape[1], window or _EVERY_KEY)
+        for launch, items, count in zip(
+            self._launches(geometry), (work.narrow, work.wide), (work.num_narrow, work.num_wide), strict=True
+        ):
+            if launch is not None and len(items):
+                self._launcher.launch(
+                    launch.kernel,
+                    launch.template,
+                    (self._num_blocks(launch),),
+                    *(*inputs, items, count, out, *partials, *sizes, scale * _LOG2_E, 0.0),
+                    shared_bytes=launch.shared_bytes,
+                )
         if len(work.merges):
             self._launcher.launch(
                 MERGE_SPLITS,
-                (self._dtype, head_dim, _MERGE_WARPS),
-                (4 * self._num_multiprocessors,),
-                *(*partials, work.merges, work.num_merges, out, num_kv_heads, group),
+                (self._dtype, shape.head_dim, MERGE_SPLITS.threads // 32),
+                (_MERGE_BLOCKS * self._num_multiprocessors,),
+                *(*partials, work.merges, work.num_merges, out, shape.num_kv_heads, group),
             )
         return out
 
     def plan(self, batch: CudaBatch, geometry: Geometry) -> AttentionWork:
         """Plan the attention of a batch and queue its upload; the same for all layers of one geometry."""
+        narrow, wide = self._launches(geometry)
         planner = AttentionPlanner(
             group=geometry.group,
             num_kv_heads=geometry.num_kv_heads,
             window=geometry.window,
-            wide_rows=16 * _WIDE_WARPS if self._has_tensor_cores else 0,
-            num_workers=self._num_blocks(self._shared_bytes(geometry.head_dim, is_wide=False)),
+            wide_rows=0 if wide is None else wide.rows,
+            num_workers=self._num_blocks(narrow),
             max_partials=_MAX_PARTIALS,
-            narrow_rows=NARROW_ROWS if self._has_tensor_cores else _FMA_ROWS,
+            narrow_rows=narrow.rows,
         )
         plan = planner.plan(batch.query_offsets, batch.context_lens, batch.rows)
-        lists = (plan.narrow, plan.wide, plan.merges)
+        lists = [plan.narrow, plan.wide, plan.merges]
         counts = [np.array([len(items)], np.int32) for items in lists]
+        if batch.padded_to:
+            lists = [_with_room(items) for items in lists]
         if geometry not in self._staging:
             self._staging[geometry] = StagingBuffer(self._device, _STAGING_BYTES)
         return AttentionWork(*self._staging[geometry].upload(*lists, *counts))
 
-    def _kernel(self, is_wide: bool) -> tuple[Kernel, int]:
-        if self._has_tensor_cores:
-            return PAGED_ATTENTION, _WIDE_WARPS if is_wide else 1
-        return PAGED_ATTENTION_FMA, _FMA_ROWS
+    def _launches(self, geometry: Geometry) -> tuple[AttentionLaunch, AttentionLaunch | None]:
+        return attention_launches(self._dtype, geometry.head_dim, geometry.block_size)
 
-    def _shared_bytes(self, head_dim: int, is_wide: bool) -> int:
-        """Size of `Shared` in the kernel's source."""
-        if not self._has_tensor_cores:
-            return 4 * 32 * (head_dim * 4 + 16) + _FMA_ROWS * (head_dim + 32) * 4
-        warps = _WIDE_WARPS if is_wide else 1
-        stage = 64 if is_wide and head_dim <= 128 else 32
-        query_rows = 1 if head_dim <= 128 else 16 * warps
-        return (4 * stage + query_rows) * 2 * (head_dim + 8) + warps * 16 * head_dim * 4
-
-    def _num_blocks(self, shared_bytes: int) -> int:
+    def _num_blocks(self, launch: AttentionLaunch) -> int:
         """Blocks that run at once: shared memory is what limits them."""
-        return self._num_multiprocessors * max(1, _SHARED_BYTES_PER_MULTIPROCESSOR // (shared_bytes + 1024))
+        per_multiprocessor = _SHARED_BYTES_PER_MULTIPROCESSOR // (launch.shared_bytes + _SHARED_BYTES_RESERVED)
+        return self._num_multiprocessors * max(1, per_multiprocessor)
 
     def _partials_of(self, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         key = (num_kv_heads, head_dim)
@@ -178,3 +172,11 @@ class CudaAttention:
             stats = torch.empty(_MAX_PARTIALS, num_kv_heads, 2, device=self._device)
             self._partials[key] = (out, stats)
         return self._partials[key]
+
+
+def _with_room(items: Int32Array) -> Int32Array:
+    """Items, and zeros up to one of few lengths, so that recordings serve many batches."""
+    if not len(items):
+        return items
+    length = max(_LEAST_ROOM, 1 << (len(items) - 1).bit_length())
+    return np.pad(items, ((0, length - len(items)), (0, 0)))

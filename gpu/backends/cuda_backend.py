@@ -6,7 +6,7 @@ The library chooses the order of summation of a product by its shape, so every p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -14,26 +14,37 @@ import torch.nn.functional as F  # noqa: N812
 
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.cuda_attention import (
-    BLOCK_SIZES,
     HEAD_DIM_MULTIPLE,
     MAX_HEAD_DIM,
     CudaAttention,
     CudaBatch,
 )
+from foreword.gpu.backends.cuda_graphs import StepGraphs, padded_size
 from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
-from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
-from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import StepPlan
+from foreword.gpu.kernels.table import (
+    BLOCK_SIZES,
+    EMBEDDING,
+    PROCESS,
+    RMS_NORM,
+    ROTATE_AND_STORE,
+    SAMPLE,
+    SCORE,
+    SILU_AND_MUL,
+    Kernel,
+)
+from foreword.scheduler.errors import ConfigError, DeviceError
+from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
 MAX_VOCAB_SIZE = 1 << 18
 WARP = 32
+NO_SLOT = -1
 _STAGING_BYTES = 1 << 20
 
 
@@ -58,8 +69,10 @@ class CudaBackend(Backend[torch.Tensor]):
         self._device = torch.device(device)
         self._launcher = KernelLauncher(driver, self._device)
         self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
+        self._graphs = StepGraphs(driver, self._attention)
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
+        self._score_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -82,13 +95,15 @@ class CudaBackend(Backend[torch.Tensor]):
         )
 
     def weight(self, values: Float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return self._on_device(values, torch.float32)
 
     def embedding_weight(self, table: Float32) -> torch.Tensor:
-        return self._tensor(table)
+        return self._on_device(table, self._dtype)
 
     def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[torch.Tensor]:
-        return LinearWeight(self._tensor(weight), None if bias is None else self._tensor(bias))
+        return LinearWeight(
+            self._on_device(weight, self._dtype), None if bias is None else self._on_device(bias, self._dtype)
+        )
 
     def tied_linear_weight(self, table: torch.Tensor) -> LinearWeight[torch.Tensor]:
         return LinearWeight(table, None)
@@ -114,12 +129,15 @@ class CudaBackend(Backend[torch.Tensor]):
         return KVCache(shape, keys, values, table)
 
     def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
-        token_ids, positions, token_rows, slot_mapping, logits_indices, updates = self._step_inputs.upload(
-            plan.token_ids,
-            plan.positions,
-            np.repeat(plan.rows, np.diff(plan.query_offsets)),
-            plan.slot_mapping,
-            plan.logits_indices,
+        num_tokens = plan.num_tokens
+        padded_to = padded_size(num_tokens) if len(plan.head_indices) == num_tokens else 0
+        padding = max(padded_to - num_tokens, 0)
+        token_ids, positions, token_rows, slot_mapping, head_indices, updates = self._step_inputs.upload(
+            np.pad(plan.token_ids, (0, padding)),
+            np.pad(plan.positions, (0, padding)),
+            np.pad(np.repeat(plan.rows, np.diff(plan.query_offsets)), (0, padding)),
+            np.pad(plan.slot_mapping, (0, padding), constant_values=NO_SLOT),
+            np.arange(padded_to, dtype=np.int32) if padded_to else plan.head_indices,
             np.ascontiguousarray(plan.block_table_updates.T),
         )
         if len(plan.block_table_updates):
@@ -130,11 +148,16 @@ class CudaBackend(Backend[torch.Tensor]):
             positions=positions,
             token_rows=token_rows,
             slot_mapping=slot_mapping,
-            logits_indices=logits_indices,
+            logits_indices=head_indices,
             query_offsets=plan.query_offsets,
             context_lens=plan.context_lens,
             rows=plan.rows,
+            padded_to=padded_to,
         )
+
+    def compute(self, model: Callable[[Batch[torch.Tensor]], torch.Tensor], batch: Batch[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(batch, CudaBatch)
+        return self._graphs.run(model, batch) if batch.padded_to else model(batch)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         rows, width = len(token_ids), table.shape[1]
@@ -216,34 +239,51 @@ class CudaBackend(Backend[torch.Tensor]):
         rows, vocab = logits.shape
         if vocab > MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size: at most {MAX_VOCAB_SIZE} on the CUDA device, got {vocab}")
-        is_processed = (params.masks.index >= 0) | (params.num_masked > 0)
-        processed_rows = np.flatnonzero(is_processed).astype(np.int32)
-        processed_index = np.where(is_processed, np.cumsum(is_processed) - 1, -1).astype(np.int32)
-        row, mask_index, mask_words, masked_ids, num_masked, *drawing = self._sampling_inputs.upload(
-            processed_rows,
-            params.masks.index,
-            params.masks.words,
-            params.masked_ids,
-            params.num_masked,
-            processed_index,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seed,
-            params.position,
-            params.want_logprob,
+        biases, masks, history = params.biases, params.masks, params.history
+        changes = (biases.index >= 0) | (masks.index >= 0) | (history.index >= 0) | (params.num_masked > 0)
+        processed_rows = np.flatnonzero(changes).astype(np.int32)
+        processed_index = np.where(changes, np.cumsum(changes) - 1, -1).astype(np.int32)
+        processing = (
+            *(processed_rows, masks.index, masks.words),
+            *(biases.index, biases.offsets, biases.ids, biases.values),
+            *(params.masked_ids, params.num_masked),
+            *(history.index, history.offsets, history.ids, history.counts),
+            *(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
         )
-        processed = torch.empty(len(row), vocab, device=self._device)
-        sizes = (vocab, mask_words.shape[1], masked_ids.shape[1])
-        processing = (row, mask_index, mask_words, masked_ids, num_masked)
-        threads = min(SAMPLE.threads, vocab + -vocab % WARP)
-        self._launch(PROCESS, (len(row),), logits, *processing, processed, *sizes, threads=threads)
+        drawing = (
+            *(processed_index, params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p),
+            *(params.seed, params.position, params.want_logprob),
+        )
+        inputs = self._sampling_inputs.upload(*processing, *drawing)
+        processed = torch.empty(len(processed_rows), vocab, device=self._device)
+        sizes = (vocab, masks.words.shape[1], params.masked_ids.shape[1])
+        threads = _row_threads(vocab)
+        self._launch(
+            PROCESS, (len(processed_rows),), logits, *inputs[: len(processing)], processed, *sizes, threads=threads
+        )
         drawn = torch.empty(3, rows, dtype=torch.int32, device=self._device)
         outputs = (drawn[0], drawn[1].view(torch.float32), drawn[2])
-        self._launch(SAMPLE, (rows,), logits, processed, *drawing, *outputs, vocab, threads=threads)
+        self._launch(SAMPLE, (rows,), logits, processed, *inputs[len(processing) :], *outputs, vocab, threads=threads)
         token_ids, logprobs, failed = drawn.cpu().numpy()
         return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
+
+    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+        num_tokens, vocab = len(rows), logits.shape[1]
+        inputs = self._score_inputs.upload(rows, token_ids)
+        integers = torch.empty(num_tokens * (1 + num_top), dtype=torch.int32, device=self._device)
+        floats = torch.empty(num_tokens * (1 + num_top), device=self._device)
+        ranks, top_ids = integers[:num_tokens], integers[num_tokens:].view(num_tokens, num_top)
+        logprobs, top_logprobs = floats[:num_tokens], floats[num_tokens:].view(num_tokens, num_top)
+        outputs = (logprobs, ranks, top_ids, top_logprobs)
+        self._launch(SCORE, (num_tokens,), logits, *inputs, *outputs, vocab, num_top, threads=_row_threads(vocab))
+        on_host, floats_on_host = integers.cpu().numpy(), floats.cpu().numpy()
+        return TokenScores(
+            floats_on_host[:num_tokens],
+            on_host[:num_tokens],
+            num_top,
+            on_host[num_tokens:],
+            floats_on_host[num_tokens:],
+        )
 
     def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument, threads: int | None = None) -> None:
         self._launcher.launch(kernel, (self.dtype,), grid, *arguments, threads=threads)
@@ -251,5 +291,13 @@ class CudaBackend(Backend[torch.Tensor]):
     def _empty(self, *size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
-    def _tensor(self, values: Float32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, self._dtype, copy=True)
+    def _on_device(self, values: Float32, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
+
+
+def _row_threads(vocab: int) -> int:
+    """Threads of a block that walks a row of logits; the order of its sums depends on them, so on nothing else."""
+    return min(SAMPLE.threads, vocab + -vocab % WARP)

@@ -23,22 +23,27 @@ _DTYPES = {
 class StagingBuffer:
     """Page-locked memory on the host and its counterpart on the device.
 
-    Arrays of the same sizes land at the same addresses, so a recorded graph reads what the last upload brought, as long
-    as `num_bytes` suffices; the buffer grows when it does not.
+    Arrays of the same sizes land at the same addresses, so a recorded graph reads what the last upload brought, unless
+    the buffer had to grow between.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._device = device
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._allocate(num_bytes)
 
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-        """Queue one copy of all arrays.
+        """Queue one copy of all arrays, once the one before it has left the host.
 
-        The next call overwrites them: the device must have read them by then.
+        What the device still has to read of an earlier upload must have been queued before.
 
         Returns:
             tensors on the device, of the arrays' shapes and types; booleans become bytes.
         """
+        if self._copied is not None:
+            self._copied.synchronize()
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
         if ends[-1] > len(self._host):
             self._allocate(2 * ends[-1])
@@ -48,6 +53,8 @@ class StagingBuffer:
             self._view[part] = array.reshape(-1).view(np.uint8)
             tensors.append(self._on_device[part].view(_DTYPES[array.dtype]).view(array.shape))
         self._on_device[: ends[-1]].copy_(self._host[: ends[-1]], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
         return tensors
 
     def _allocate(self, num_bytes: int) -> None:

@@ -6,9 +6,10 @@ The only module that imports CuPy.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import cupy
 import torch
@@ -23,6 +24,9 @@ _STATIC_SHARED_BYTES = 48 * 1024
 class CupyDriver:
     """Kernels of one NVIDIA device; compiled code is kept in CuPy's cache (`CUPY_CACHE_DIR`) between runs."""
 
+    def __init__(self) -> None:
+        self._pool: Any = None
+
     def compile(self, source: Path, expression: str) -> Function:
         """See `Driver`."""
         options = ("-std=c++17", f"-I{source.parent}")
@@ -35,8 +39,22 @@ class CupyDriver:
             lines = str(error).splitlines()
             first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
             raise DeviceError(f"kernel {expression} cannot be compiled: {first}") from error
-        except cupy.cuda.driver.CUDADriverError as error:
+        except RuntimeError as error:  # of CUDA's driver, its run-time library, or NVRTC
             raise DeviceError(f"kernel {expression} cannot be loaded: {error}") from error
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See `Driver`; recordings share memory, so the next one run overwrites the result of the last."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
 
 class _CupyFunction:
@@ -53,7 +71,7 @@ class _CupyFunction:
                 self._granted_bytes = shared_bytes
             stream = _cupy_stream(torch.cuda.current_stream())
             self._function(grid, (threads,), tuple(arguments), shared_bytes, stream)
-        except cupy.cuda.driver.CUDADriverError as error:
+        except RuntimeError as error:
             raise DeviceError(f"kernel {self._expression} cannot be launched: {error}") from error
 
 

@@ -6,7 +6,7 @@ waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -38,13 +38,20 @@ class Function(Protocol):
 
 
 class Driver(Protocol):
-    """What compiles and launches."""
+    """What compiles, launches and records."""
 
     def compile(self, source: Path, expression: str) -> Function:
         """Compile one instantiation.
 
         Raises:
             DeviceError: the compiler refuses it, or the device is not there.
+        """
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Record what `compute` launches, and allocates, without running it.
+
+        Returns:
+            runs the recording: it reads and writes the memory that `compute` did, its result's included.
         """
 
 

@@ -78,7 +78,8 @@ def build(text: str, filename: str, names: list[str], options: list[str], saniti
     source = _DYNAMIC_SHARED.sub(r"\1* \2 = ::simt::dynamic<\1>();", text)
     source = f'#line 1 "{filename}"\n{source}\n#line 1 "simt_entries"\n{entries}'
     headers = [path for option in options if option.startswith("-I") for path in Path(option[2:]).glob("*.cuh")]
-    key = _digest([source, *options, *sanitizers], [*headers, HERE / "simt.h", *(HERE / name for name in RUNTIME)])
+    defines = [option for option in options if not option.startswith("-I")]  # of folders, the content counts
+    key = _digest([source, *defines, *sanitizers], [*headers, HERE / "simt.h", *(HERE / name for name in RUNTIME)])
     library = CACHE / f"{Path(filename).stem}-{key}.so"
     if library.exists():
         return library

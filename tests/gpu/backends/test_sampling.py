@@ -74,6 +74,10 @@ def table(entries: dict[int, float], dtype: Any) -> tuple[np.ndarray, np.ndarray
     return offsets, np.array(list(entries), np.int32), np.array(list(entries.values()), dtype)
 
 
+def open_backend(device: str, dtype: str, checker: CheckerDriver) -> CpuBackend | CudaBackend:
+    return CpuBackend(dtype, num_threads=2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
+
+
 @pytest.fixture(params=["numpy", "cpu float32", "cpu bfloat16", "cuda float32", "cuda bfloat16"])
 def sample(request: pytest.FixtureRequest, checker: CheckerDriver) -> Sample:
     """Sample rows of logits; keywords are those of `parameters`. bfloat16 rounds the logits first."""
@@ -82,7 +86,7 @@ def sample(request: pytest.FixtureRequest, checker: CheckerDriver) -> Sample:
         return lambda logits, **changes: NumpyBackend().sample(
             np.asarray(logits, np.float32), parameters(len(logits), **changes)
         )
-    backend = CpuBackend(dtype, num_threads=2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
+    backend = open_backend(device, dtype, checker)
     return lambda logits, **changes: backend.sample(
         torch.tensor(np.asarray(logits, np.float32)).to(getattr(torch, dtype)), parameters(len(logits), **changes)
     )
@@ -414,7 +418,7 @@ def test_every_device_draws_what_the_oracle_draws(device: str, vocab: int, check
         logits = normal(rows, vocab, scale=scale)
         expected = NumpyBackend().sample(logits, parameters(rows, **changes))
         for dtype in ("float32", "bfloat16"):
-            backend = CpuBackend(dtype, 2) if device == "cpu" else CudaBackend(dtype, checker, device="cpu")
+            backend = open_backend(device, dtype, checker)
             x = torch.from_numpy(logits).to(getattr(torch, dtype))
             actual = backend.sample(x, parameters(rows, **changes))
             np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
@@ -424,35 +428,38 @@ def test_every_device_draws_what_the_oracle_draws(device: str, vocab: int, check
 # Scores
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("vocab", [3, 8, 63, 64, 1000])
 @pytest.mark.parametrize("num_top", [0, 1, 3])
-def test_scores_are_those_of_the_oracle(vocab: int, num_top: int) -> None:
+def test_scores_are_those_of_the_oracle(vocab: int, num_top: int, device: str, checker: CheckerDriver) -> None:
     logits = normal(6, vocab)
     logits[1] = 0.5
     logits[2, ::2] = -INF
     rows = np.array([5, 0, 1, 1, 2], np.int32)
     token_ids = np.array([0, vocab - 1, vocab // 2, 0, 1], np.int32)
     expected = NumpyBackend().score(logits, rows, token_ids, num_top)
-    for dtype in (torch.float32, torch.bfloat16):
-        backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
-        actual = backend.score(torch.from_numpy(logits).to(dtype), rows, token_ids, num_top)
+    for dtype in ("float32", "bfloat16"):
+        backend = open_backend(device, dtype, checker)
+        actual = backend.score(torch.from_numpy(logits).to(getattr(torch, dtype)), rows, token_ids, num_top)
         for name in ("ranks", "top_token_ids"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
         for name in ("logprobs", "top_logprobs"):
             np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5, rtol=1e-6)
 
 
-def test_the_rank_counts_more_probable_tokens() -> None:
-    backend = CpuBackend("float32", num_threads=1)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_rank_counts_more_probable_tokens(device: str, checker: CheckerDriver) -> None:
+    backend = open_backend(device, "float32", checker)
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -INF]])
     scores = backend.score(logits.expand(5, 5).contiguous(), int32(range(5)), int32(range(5)), 3)
     assert scores.ranks.tolist() == [4, 1, 3, 1, 5]
     assert scores.top_token_ids.reshape(5, 3).tolist() == [[1, 3, 2]] * 5
 
 
-def test_a_score_equals_the_logprob_that_came_with_the_draw(dtype: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_score_equals_the_logprob_that_came_with_the_draw(device: str, dtype: str, checker: CheckerDriver) -> None:
     """Of the model's own distribution, whatever changed the draw."""
-    backend = CpuBackend(dtype, num_threads=2)
+    backend = open_backend(device, dtype, checker)
     logits = torch.from_numpy(normal(20, 777)).to(getattr(torch, dtype))
     drawn = backend.sample(logits, parameters(20, temperature=3.0, seed=np.arange(20), biases={3: 20.0}))
     scores = backend.score(logits, int32(range(20)), drawn.token_ids, 2)
@@ -461,11 +468,12 @@ def test_a_score_equals_the_logprob_that_came_with_the_draw(dtype: str) -> None:
     assert scores.top_logprobs[::2][best].tolist() == drawn.logprobs[best].tolist()
 
 
-def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary(device: str, checker: CheckerDriver) -> None:
     logits = normal(3, 40)
     logits[1, 7] = NAN
     logits[2] = NAN
-    scores = CpuBackend("float32", num_threads=1).score(
+    scores = open_backend(device, "float32", checker).score(
         torch.from_numpy(logits), int32([0, 1, 2]), int32([1, 2, 3]), 20
     )
     assert np.isnan(scores.logprobs).tolist() == [False, True, True]

@@ -10,20 +10,18 @@ import numpy as np
 import simt
 
 from foreword.gpu.backends.attention_plan import AttentionPlan, AttentionPlanner
+from foreword.gpu.kernels.attention import attention_launches
+from foreword.gpu.kernels.table import FMA_ROWS, FOLDER, MERGE_SPLITS, Kernel, TemplateArgument
 
-KERNELS = Path(__file__).parents[3] / "gpu" / "kernels"
-OPTIONS = [f"-I{KERNELS}"]
 LOG2E = 1.4426950408889634
-POISON = {"float": 0x7FC0DEAD, "__half": 0x7E01, "__nv_bfloat16": 0x7FC1}  # NaN
+POISON = {"float32": 0x7FC0DEAD, "float16": 0x7E01, "bfloat16": 0x7FC1}  # NaN
 NUM_BLOCKS = 2  # of the grid, so that work goes round
-MERGE_WARPS = 2
-FMA_ROWS = 4
 
 
 def to_bits(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32 as an array of the device's element type; bfloat16 as uint16, rounded to nearest even."""
-    if dtype != "__nv_bfloat16":
-        return x.astype(np.float16 if dtype == "__half" else np.float32)
+    if dtype != "bfloat16":
+        return x.astype(np.float16 if dtype == "float16" else np.float32)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -37,8 +35,8 @@ def from_bits(x: np.ndarray) -> np.ndarray:
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """NaN in every element."""
-    bits = np.full(shape, POISON[dtype], np.uint32 if dtype == "float" else np.uint16)
-    return bits if dtype == "__nv_bfloat16" else bits.view(np.float32 if dtype == "float" else np.float16)
+    bits = np.full(shape, POISON[dtype], np.uint32 if dtype == "float32" else np.uint16)
+    return bits if dtype == "bfloat16" else bits.view(np.float32 if dtype == "float32" else np.float16)
 
 
 @dataclass
@@ -53,7 +51,7 @@ class AttentionCase:
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
-    dtype: str = "__nv_bfloat16"
+    dtype: str = "bfloat16"
     head_dim: int = 64
     block_size: int = 16
     num_kv_heads: int = 2
@@ -90,7 +88,7 @@ class AttentionCase:
 
     def planner(self, **changes: Any) -> AttentionPlanner:
         fields = {"wide_rows": 64, "num_workers": 8, "max_partials": 4096}
-        if self.dtype == "float":
+        if self.dtype == "float32":
             fields |= {"wide_rows": 0, "narrow_rows": FMA_ROWS}
         fields |= changes
         return AttentionPlanner(self.group, self.num_kv_heads, self.window, **fields)
@@ -128,8 +126,8 @@ class AttentionCase:
         plan = self.plan() if plan is None else plan
         heads, dim = self.num_kv_heads, self.head_dim
         out = poisoned((len(self.q), heads * self.group, dim), self.dtype)
-        partial_out = poisoned((max(1, plan.num_partials), heads, dim), "float")
-        partial_stats = poisoned((max(1, plan.num_partials), heads, 2), "float")
+        partial_out = poisoned((max(1, plan.num_partials), heads, dim), "float32")
+        partial_stats = poisoned((max(1, plan.num_partials), heads, 2), "float32")
         window = np.int32(2**31 - 1 if self.window is None else self.window)
         scale = np.float32(self.scale * LOG2E)
         cache = (self.q, self.keys, self.values, self.block_table)
@@ -171,40 +169,43 @@ class AttentionKernels:
     merge: Launch
 
 
-def shared_bytes(head_dim: int, warps: int) -> int:
-    """sizeof(Shared) of paged_attention.cu."""
-    row, stage = 2 * (head_dim + 8), 64 if warps > 1 and head_dim <= 128 else 32
-    queries = 1 if head_dim <= 128 else 16 * warps
-    return 4 * stage * row + queries * row + warps * 16 * head_dim * 4
-
-
-def tensor_core_kernels(dtype: str, head_dim: int, block_size: int, code: str | None = None) -> AttentionKernels:
-    names = [f"paged_attention<{dtype}, {head_dim}, {block_size}, {warps}>" for warps in (1, 4)]
-    source = code or (KERNELS / "paged_attention.cu").read_text()
-    module = simt.RawModule(source, options=OPTIONS, name_expressions=names, filename="paged_attention.cu")
-    narrow, wide = map(module.get_function, names)
+def attention_kernels(dtype: str, head_dim: int, block_size: int, folder: Path = FOLDER) -> AttentionKernels:
+    """Load the kernels that a model would use, or their copies in another folder."""
+    narrow, wide = attention_launches(dtype, head_dim, block_size)
     return AttentionKernels(
-        Launch(narrow, 32, shared_bytes(head_dim, 1)),
-        Launch(wide, 128, shared_bytes(head_dim, 4)),
-        merge_kernel(dtype, head_dim),
+        load(narrow.kernel, narrow.template, narrow.shared_bytes, folder),
+        wide and load(wide.kernel, wide.template, wide.shared_bytes, folder),
+        load(MERGE_SPLITS, (dtype, head_dim, 4), 0, folder),
     )
 
 
-def cuda_core_kernels(dtype: str, head_dim: int, block_size: int, code: str | None = None) -> AttentionKernels:
-    name = f"paged_attention_fma<{dtype}, {head_dim}, {block_size}, {FMA_ROWS}>"
-    source = code or (KERNELS / "paged_attention_fma.cu").read_text()
-    module = simt.RawModule(source, options=OPTIONS, name_expressions=[name], filename="paged_attention_fma.cu")
-    size = 4 if dtype == "float" else 2
-    num_bytes = 4 * 32 * (head_dim * size + 16) + FMA_ROWS * (head_dim + 32) * 4
-    return AttentionKernels(Launch(module.get_function(name), 32, num_bytes), None, merge_kernel(dtype, head_dim))
-
-
-def merge_kernel(dtype: str, head_dim: int) -> Launch:
-    name = f"merge_splits<{dtype}, {head_dim}, {MERGE_WARPS}>"
-    module = simt.RawModule(path=KERNELS / "attention_merge.cu", options=OPTIONS, name_expressions=[name])
-    return Launch(module.get_function(name), MERGE_WARPS * 32, 0)
+def load(kernel: Kernel, template: tuple[TemplateArgument, ...], shared_bytes: int, folder: Path) -> Launch:
+    """One instantiation on the checker."""
+    name = kernel.expression(template)
+    module = simt.RawModule(path=folder / kernel.file, options=[f"-I{folder}"], name_expressions=[name])
+    return Launch(module.get_function(name), kernel.threads, shared_bytes)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     got = from_bits(got)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want)) if np.isfinite(got).all() else np.inf
+
+
+LIMIT = {"bfloat16": 5e-3, "float16": 8e-4, "float32": 2e-6}
+"""Of `relative_error`."""
+
+
+def check(folder: Path, seed: int) -> None:
+    """Run the kernels of a folder on cases that together meet every branch.
+
+    Raises:
+        AssertionError, simt.LaunchError: they are wrong.
+    """
+    for dtype, head_dim in (("bfloat16", 64), ("float16", 256), ("float32", 80)):
+        kernels = attention_kernels(dtype, head_dim, 16, folder)
+        for changes in ({}, {"window": 70}, {"soft_cap": 3.0, "gain": 60.0}):
+            case = AttentionCase((1, 3, 24, 0), (600, 35, 290, 0), dtype, head_dim, group=3, num_kv_heads=1, **changes)
+            want = case.reference()
+            for plan in (case.plan(), case.plan(max_partials=0)):
+                error = relative_error(case.run(kernels, plan, seed), want)
+                assert error < LIMIT[dtype], f"{dtype} {changes}: relative error {error:.1e}"

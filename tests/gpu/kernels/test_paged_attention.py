@@ -7,16 +7,15 @@ from functools import cache
 import numpy as np
 import pytest
 from attention_case import (
+    LIMIT,
     AttentionCase,
     AttentionKernels,
-    cuda_core_kernels,
+    attention_kernels,
     from_bits,
     relative_error,
-    tensor_core_kernels,
 )
 
-BF16, F16, F32 = "__nv_bfloat16", "__half", "float"
-LIMIT = {BF16: 5e-3, F16: 8e-4, F32: 2e-6}
+BF16, F16, F32 = "bfloat16", "float16", "float32"
 ORDERS = [0, 1, 2]
 INSTANTIATIONS = [(BF16, 64, 16), (F16, 128, 32), (BF16, 80, 32), (F16, 96, 16), (BF16, 256, 16), (F16, 16, 16)]
 INSTANTIATIONS += [(F32, 16, 16), (F32, 80, 32), (F32, 256, 16)]
@@ -41,7 +40,7 @@ SHAPES = {
 
 @cache
 def kernels(dtype: str, head_dim: int, block_size: int) -> AttentionKernels:
-    return (cuda_core_kernels if dtype == F32 else tensor_core_kernels)(dtype, head_dim, block_size)
+    return attention_kernels(dtype, head_dim, block_size)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,0 +1,115 @@
+"""Defects planted in kernels, and the checks that must notice each: what keeps the checks checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PLAIN, SHUFFLED, ADDRESS, THREAD = "plain", "shuffled", "address,undefined", "thread"
+"""Threads in index order; in an order by a seed; two sanitizer builds."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A change of a kernel file.
+
+    Attributes:
+        name: what is wrong.
+        file: in the folder of kernels.
+        old: text to replace.
+        new: by this.
+        noticed_by: checks that must fail.
+        occurrence: which one of `old`, from 0.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    noticed_by: tuple[str, ...]
+    occurrence: int = 0
+
+    def plant(self, folder: Path) -> None:
+        """Damage the file in a copy of the folder.
+
+        Raises:
+            ValueError: the kernel no longer has this text.
+        """
+        path = folder / self.file
+        parts = path.read_text().split(self.old)
+        if len(parts) < self.occurrence + 2:
+            raise ValueError(f"{self.name}: {self.file} has no occurrence {self.occurrence} of '{self.old}'")
+        before, after = parts[: self.occurrence + 1], parts[self.occurrence + 1 :]
+        path.write_text(self.old.join(before) + self.new + self.old.join(after))
+
+
+TENSOR, FMA, SHARED, MERGE = "paged_attention.cu", "paged_attention_fma.cu", "attention.cuh", "attention_merge.cu"
+
+ATTENTION = (
+    Defect("no barrier after copies have landed", TENSOR, "sync_block<WARPS>();", "", (THREAD,), 0),
+    Defect("no barrier before a stage is reused", TENSOR, "sync_block<WARPS>();", "", (THREAD,), 1),
+    Defect(
+        "barrier of the warp for the whole block", TENSOR, "if constexpr (WARPS > 1)", "if constexpr (false)", (THREAD,)
+    ),
+    Defect(
+        "barrier in one warp", TENSOR, "sync_block<WARPS>();", "if (warp == 0) sync_block<WARPS>();", (PLAIN, SHUFFLED)
+    ),
+    Defect(
+        "barrier left out by idle warps",
+        TENSOR,
+        "commit_copies();\n            wait",
+        "if (own.end == 0) break; commit_copies(); wait",
+        (PLAIN,),
+    ),
+    Defect("queries read before they are written", TENSOR, "if constexpr (!RESIDENT) __syncwarp();", "", (THREAD,)),
+    Defect("wait one group short", TENSOR, "wait_for_copies<1>", "wait_for_copies<2>", (PLAIN, SHUFFLED)),
+    Defect("copies never waited for", TENSOR, "wait_for_copies<1>();", "", (PLAIN, SHUFFLED)),
+    Defect(
+        "halves of ldmatrix swapped",
+        TENSOR,
+        "lane / 16 * 8 + lane % 8][k * 16 + lane / 8 % 2 * 8]",
+        "lane / 8 % 2 * 8 + lane % 8][k * 16 + lane / 16 * 8]",
+        (PLAIN,),
+    ),
+    Defect(
+        "no rescaling of what was summed", TENSOR, "out[j][i] = __fmul_rn(out[j][i], factor[i >> 1]);", ";", (PLAIN,)
+    ),
+    Defect("no running maximum", TENSOR, "max[h] = peak[h];", "", (PLAIN,)),
+    Defect(
+        "shuffle in a divergent branch",
+        TENSOR,
+        "sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);",
+        "if (num_seen[h]) sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);",
+        (PLAIN, SHUFFLED),
+    ),
+    Defect("row sum over half of its lanes", TENSOR, "sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);", "", (PLAIN,)),
+    Defect("total not kept", TENSOR, "if (!last) total[j][i][lane]", "if (last) total[j][i][lane]", (PLAIN,)),
+    Defect("warp takes its neighbour's total", TENSOR, "shared.total[warp]", "shared.total[warp / 2]", (PLAIN, THREAD)),
+    Defect("scratch one row short", TENSOR, "RESIDENT ? 1 : WARPS * 16]", "RESIDENT ? 1 : WARPS * 16 - 1]", (PLAIN,)),
+    Defect(
+        "partial rows of the tile's first warp", TENSOR, "item.partial + tile_row + r", "item.partial + r", (PLAIN,)
+    ),
+    Defect("writes rows past the end", TENSOR, "if (num_seen[h])", "if (true)", (PLAIN,)),
+    Defect("causal mask off by one", TENSOR, "position + 1 - first_seen[h]", "position - first_seen[h]", (PLAIN,)),
+    Defect("window one too wide", TENSOR, "position - window + 1", "position - window", (PLAIN,)),
+    Defect(
+        "block of the next tokens", SHARED, "blocks + first / BLOCK", "blocks + first / BLOCK + 1", (PLAIN, ADDRESS)
+    ),
+    Defect(
+        "stale table entries are followed", SHARED, "const int block = used ?", "const int block = true ?", (ADDRESS,)
+    ),
+    Defect("tokens past the end are copied", SHARED, "first + t < range.end;", "true;", (PLAIN,)),
+    Defect(
+        "misaligned copy", SHARED, "v_cache + base + c * VECTOR", "v_cache + base + c * VECTOR + 1", (PLAIN, SHUFFLED)
+    ),
+    Defect("fold ignores the maximum", SHARED, "exp2_fast(max - joint)", "1.f", (PLAIN,)),
+    Defect("cap at half", SHARED, "__fdiv_rn(2.f, soft_cap)", "__fdiv_rn(1.f, soft_cap)", (PLAIN,)),
+    Defect("one split too few", MERGE, "s < item.num_splits", "s < item.num_splits - 1", (PLAIN,)),
+    Defect("stride of a split ignored", MERGE, "s * item.stride", "s", (PLAIN,)),
+    Defect("partial rows read past the end", MERGE, "s < item.num_splits", "s < item.num_splits + 1", (PLAIN, ADDRESS)),
+    Defect("weights read before they are written", FMA, "__syncwarp();", "", (THREAD,), 0),
+    Defect("no barrier after copies have landed", FMA, "__syncwarp();", "", (THREAD,), 1),
+    Defect("no barrier before a stage is reused", FMA, "__syncwarp();", "", (THREAD,), 2),
+    Defect("columns past the head", FMA, "j * 32 + threadIdx.x < D", "true", (PLAIN, ADDRESS)),
+    Defect("sum is not rescaled", FMA, "__fmaf_rn(sum[r], factor, weight)", "sum[r] + weight", (PLAIN,)),
+)

@@ -1,0 +1,76 @@
+"""Kernels under sanitizers, and planted defects; run by `make test-kernels-full`, too slow for `make test`.
+
+As a program, `sanitized.py FOLDER SEED` checks the kernels of a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import attention_case
+import pytest
+import simt
+from defects import ADDRESS, ATTENTION, PLAIN, SHUFFLED, THREAD, Defect
+
+from foreword.gpu.kernels.table import FOLDER
+
+LIBRARIES = {ADDRESS: ("libasan.so", "libubsan.so"), THREAD: ("libtsan.so",)}
+MODES = (PLAIN, SHUFFLED, ADDRESS, THREAD)
+
+
+def run(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    """Check the kernels of a folder in a process of their own."""
+    libraries = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in LIBRARIES.get(mode, ())
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(simt.__file__).parents[1]}",
+        "SIMT_SANITIZE": mode if mode in LIBRARIES else "",
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "exitcode=66",
+    }
+    seed = "7" if mode == SHUFFLED else "0"
+    return subprocess.run(
+        [sys.executable, __file__, str(folder), seed], env=environment, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the folder of kernels."""
+    for path in [*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")]:
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sound_kernels_pass(mode: str) -> None:
+    process = run(FOLDER, mode)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize(
+    ("defect", "mode"),
+    [
+        pytest.param(defect, mode, id=f"{defect.file}: {defect.name}-{mode}")
+        for defect in ATTENTION
+        for mode in defect.noticed_by
+    ],
+)
+def test_defects_are_noticed(defect: Defect, mode: str, copy: Path) -> None:
+    defect.plant(copy)
+    process = run(copy, mode)
+    assert process.returncode != 0
+    marks = ("AssertionError", "LaunchError", "Sanitizer", "runtime error")
+    assert any(mark in process.stderr + process.stdout for mark in marks), process.stderr
+
+
+if __name__ == "__main__":
+    attention_case.check(Path(sys.argv[1]), int(sys.argv[2]))
