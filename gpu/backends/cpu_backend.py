@@ -211,7 +211,7 @@ class CpuBackend(Backend[torch.Tensor]):
         cpu_kernels.sample(
             logits.data_ptr(),
             vocab,
-            self._bf16,
+            logits.dtype == torch.bfloat16,
             params.temperature,
             params.top_k,
             params.top_p,

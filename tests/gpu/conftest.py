@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
+from foreword.gpu.backends.int8_backend import Int8Backend
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.checkpoint.default_model import default_model_path
 from foreword.gpu.checkpoint.open import open_checkpoint
@@ -161,14 +162,14 @@ def tiny_checkpoint() -> Callable[..., MemoryCheckpoint]:
     return build
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def cpu(dtype: str) -> CpuBackend:
-    return CpuBackend(dtype, num_threads=2)
+    return Int8Backend(num_threads=2) if dtype == "int8" else CpuBackend(dtype, num_threads=2)
 
 
 @pytest.fixture
