@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from foreword.gpu.models.config import ModelConfig
 from foreword.scheduler.errors import ConfigError
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 2}
+"""Number formats, and the bytes that an element of the KV cache takes in each."""
 SPECULATION_MODES = ("off", "auto", "ngram")
 
 
@@ -24,7 +25,8 @@ class DeviceConfig:
     Attributes:
         num_blocks: blocks of the KV cache that sequences share.
         device: "cpu" or "cuda".
-        dtype: of weights, activations and KV cache: "bfloat16" or "float32".
+        dtype: number format: "bfloat16" or "float32" for weights, activations and KV cache, or "int8" for integer
+            matrix products with everything else in bfloat16.
         num_threads: threads that compute, on the CPU device.
         block_size: tokens per block.
         max_num_sequences: rows of the batch.

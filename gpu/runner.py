@@ -82,7 +82,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> str:
-        """Of weights and activations: "bfloat16" or "float32"."""
+        """Number format: "int8", "bfloat16" or "float32"."""
         return self.decoder.backend.dtype
 
     @property
@@ -288,5 +288,6 @@ def _open_backend(dtype: str, num_threads: int) -> CpuBackend:
     # is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from foreword.gpu.backends.cpu_backend import CpuBackend  # torch takes a second to import
+    from foreword.gpu.backends.int8_backend import Int8Backend
 
-    return CpuBackend(dtype, num_threads)
+    return Int8Backend(num_threads) if dtype == "int8" else CpuBackend(dtype, num_threads)

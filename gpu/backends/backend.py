@@ -88,7 +88,7 @@ class Backend(ABC, Generic[A]):
     Attributes:
         device: "cpu".
         device_name: as the operating system or driver calls it.
-        dtype: compute dtype, "float32" or "bfloat16".
+        dtype: number format, "float32", "bfloat16", or "int8" with compute dtype bfloat16.
     """
 
     device: str
@@ -109,9 +109,13 @@ class Backend(ABC, Generic[A]):
     def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[A]:
         """Upload a linear layer: weight `[out_features, in_features]`, bias `[out_features]`."""
 
+    def head_weight(self, weight: Float32) -> LinearWeight[A]:
+        """Upload an output head `[V, E]` of its own; its products, logits, may be float32 in any compute dtype."""
+        return self.linear_weight(weight)
+
     @abstractmethod
     def tied_linear_weight(self, table: A) -> LinearWeight[A]:
-        """The embedding table `[V, E]` as an output head; memory is shared where the layout allows."""
+        """The embedding table `[V, E]` as an output head like `head_weight`'s; memory is shared where layouts allow."""
 
     @abstractmethod
     def kv_cache(self, shape: KVCacheShape) -> KVCache[A]:
@@ -204,7 +208,7 @@ class Backend(ABC, Generic[A]):
 
     @abstractmethod
     def sample(self, logits: A, params: SamplingBatch) -> Samples:
-        """Draw a token from each row of logits, compute dtype `[L, V]`, by the rule of `sampling`."""
+        """Draw a token from each row of logits `[L, V]`, the head's product, by the rule of `sampling`."""
 
     @abstractmethod
     def score(self, logits: A, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:

@@ -209,7 +209,13 @@ class CpuBackend(Backend[torch.Tensor]):
         if len(self._scratch) < scratch_size:
             self._scratch = torch.empty(scratch_size)
         cpu_kernels.sample(
-            logits.data_ptr(), vocab, self._bf16, params, self._scratch.data_ptr(), samples, self._num_threads
+            logits.data_ptr(),
+            vocab,
+            logits.dtype == torch.bfloat16,
+            params,
+            self._scratch.data_ptr(),
+            samples,
+            self._num_threads,
         )
         return samples
 
@@ -221,7 +227,8 @@ class CpuBackend(Backend[torch.Tensor]):
             np.empty(len(rows) * num_top, np.int32),
             np.empty(len(rows) * num_top, np.float32),
         )
-        cpu_kernels.score(logits.data_ptr(), logits.shape[1], self._bf16, rows, token_ids, scores, self._num_threads)
+        is_bf16 = logits.dtype == torch.bfloat16
+        cpu_kernels.score(logits.data_ptr(), logits.shape[1], is_bf16, rows, token_ids, scores, self._num_threads)
         return scores
 
     def _tensor(self, values: Float32) -> torch.Tensor:

@@ -14,6 +14,8 @@ from foreword.scheduler.step import TokenScores
 VECTOR_LANES: int
 HEAD_DIM_LIMIT: int
 NOISE_LANES: int
+INT8_KERNELS: tuple[str, ...]
+"""Kernels of integer products that run on this processor, fastest first; the last is "plain", which runs on all."""
 
 class PagedCache:
     """One layer of the KV cache.
@@ -101,4 +103,42 @@ def score(
     """Score a token of each of some rows of logits, element `[L, vocab]`, and find the most probable ones.
 
     rows: below L, `[M]`; token_ids: below vocab, `[M]`. Writes the arrays of scores, `[M]` and `[M * num_top]`.
+    """
+
+class Int8Weight:
+    """A linear layer's weights in the layout of the integer products (see cpu_int8.h).
+
+    Attributes:
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        num_bytes: size of its panels.
+        row_bytes: size of one row of quantised input.
+    """
+
+    out_features: int
+    in_features: int
+    num_bytes: int
+    row_bytes: int
+
+    def __init__(self, out_features: int, in_features: int, bits: int) -> None: ...
+    def pack(self, weight: npt.NDArray[np.float32], bias: int, panels: int, num_threads: int) -> bool:
+        """Quantise weight `[out_features, in_features]` into panels, `num_bytes` bytes that stay with the layer.
+
+        bias: float32 `[out_features]` that stays with the layer, or 0 for none. Returns False, leaving the panels
+        unfinished, when the layer has 4 bits and they do not hold the weights without loss.
+        """
+
+def linear_int8(
+    x: int,
+    weight: Int8Weight,
+    quantised: int,
+    out: int,
+    rows: int,
+    bf16_out: bool,
+    kernel: str,
+    num_threads: int,
+) -> None:
+    """Out `[rows, out_features]` = x @ weight + bias; x is bfloat16 `[rows, in_features]`, out bfloat16 or float32.
+
+    quantised: scratch of `rows * weight.row_bytes` bytes; kernel: one of `INT8_KERNELS`.
     """

@@ -1,9 +1,9 @@
 # distutils: extra_compile_args = -fopenmp -Wno-psabi
 # distutils: extra_link_args = -fopenmp
-# distutils: depends = gpu/backends/simd.h
+# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_int8.h
 """Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
 
-from cython.parallel cimport prange, threadid
+from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 
@@ -60,6 +60,30 @@ cdef extern from "cpu_sampling.h" nogil:
                      int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
+
+
+cdef extern from "cpu_int8.h" nogil:
+    enum:
+        GROUP
+        PANEL
+        PAIR
+    ctypedef struct int8_group:
+        pass
+    ctypedef struct int8_weight:
+        const uint8_t *panels
+        const float *bias
+        int64_t out_features
+        int64_t groups
+        int bits
+    ctypedef void (*int8_product)(const int8_weight *weight, int64_t pair, const int8_group *x, int64_t begin,
+                                  int64_t end, void *out, int bf16) noexcept nogil
+    int64_t panel_bytes(int64_t groups, int bits)
+    void quantise_row(const void *x, int64_t width, int8_group *groups)
+    bint pack_int8_panel(const float *weight, int64_t out_features, int64_t in_features, int64_t panel, int bits,
+                         uint8_t *panels)
+    int8_product int8_product_vnni
+    int8_product int8_product_plain
+    bint has_vnni()
 
 
 VECTOR_LANES = LANES
@@ -220,3 +244,59 @@ def score(uintptr_t logits, int64_t vocab, bint bf16, const int32_t[::1] rows, c
     for i in prange(num_rows, nogil=True, schedule="dynamic", num_threads=team(num_rows * vocab, num_threads)):
         score_token(<const void *>logits, vocab, rows[i], token_ids[i], num_top, &logprobs[i], &ranks[i],
                     &top_ids[0] + i * num_top, &top_logprobs[0] + i * num_top, bf16)
+
+
+# Rows of one unit of work of a product: enough to make good use of a pair of panels in the cache.
+cdef int64_t BLOCK = 96
+
+INT8_KERNELS = ("vnni", "plain") if has_vnni() else ("plain",)
+
+
+cdef class Int8Weight:
+    """A linear layer in panels, as the integer kernels see it."""
+
+    cdef int8_weight layer
+    cdef int64_t panel_count
+    cdef readonly int64_t out_features, in_features, num_bytes, row_bytes
+
+    def __init__(self, int64_t out_features, int64_t in_features, int bits):
+        self.out_features = self.layer.out_features = out_features
+        self.in_features = in_features
+        self.layer.groups = (in_features + GROUP - 1) // GROUP
+        self.layer.bits = bits
+        self.panel_count = (out_features + PAIR * PANEL - 1) // (PAIR * PANEL) * PAIR
+        self.num_bytes = self.panel_count * panel_bytes(self.layer.groups, bits)
+        self.row_bytes = self.layer.groups * sizeof(int8_group)
+
+    def pack(self, const float[:, ::1] weight, uintptr_t bias, uintptr_t panels, int num_threads):
+        cdef int64_t panel
+        cdef int lossy = 0
+        self.layer.panels = <const uint8_t *>panels
+        self.layer.bias = <const float *>bias
+        if not self._pack(&weight[0, 0], 0):
+            return False  # the first panel tells nearly always
+        for panel in prange(1, self.panel_count, nogil=True, schedule="dynamic", num_threads=num_threads):
+            lossy += not self._pack(&weight[0, 0], panel)
+        return lossy == 0
+
+    cdef bint _pack(self, const float *weight, int64_t panel) noexcept nogil:
+        return pack_int8_panel(weight, self.layer.out_features, self.in_features, panel, self.layer.bits,
+                               <uint8_t *>self.layer.panels)
+
+
+def linear_int8(uintptr_t x, Int8Weight weight, uintptr_t quantised, uintptr_t out, int64_t rows, bint bf16_out,
+                str kernel, int num_threads):
+    cdef int8_product product = int8_product_plain if kernel == "plain" else int8_product_vnni
+    cdef int8_weight *layer = &weight.layer
+    cdef int64_t groups = layer.groups, width = weight.in_features
+    cdef int64_t pairs = (layer.out_features + PAIR * PANEL - 1) // (PAIR * PANEL)
+    cdef int64_t blocks = (rows + BLOCK - 1) // BLOCK
+    cdef int8_group *inputs = <int8_group *>quantised
+    cdef int64_t row, item, begin, end
+    with nogil, parallel(num_threads=team(rows * width * layer.out_features // 8, num_threads)):
+        for row in prange(rows, schedule="static"):
+            quantise_row(<const void *>(x + row * width * 2), width, inputs + row * groups)
+        for item in prange(pairs * blocks, schedule="static"):
+            begin = item % blocks * BLOCK
+            end = min(begin + BLOCK, rows)
+            product(layer, item // blocks, inputs, begin, end, <void *>out, bf16_out)

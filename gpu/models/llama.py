@@ -50,7 +50,7 @@ def load_weights(
     if config.tie_word_embeddings:
         head = backend.tied_linear_weight(embedding)
     else:
-        head = backend.linear_weight(reader.read("lm_head.weight"))
+        head = backend.head_weight(reader.read("lm_head.weight"))
     return DecoderWeights(embedding, layers, final_norm, head, reader.num_parameters)
 
 

@@ -17,6 +17,7 @@ from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
 from foreword.gpu.backends.cuda_backend import CudaBackend
+from foreword.gpu.backends.int8_backend import Int8Backend
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.checkpoint.default_model import default_model_path
 from foreword.gpu.checkpoint.open import open_checkpoint
@@ -189,14 +190,14 @@ def tiny_checkpoint() -> Callable[..., MemoryCheckpoint]:
     return build
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def cpu(dtype: str) -> CpuBackend:
-    return CpuBackend(dtype, num_threads=2)
+    return Int8Backend(num_threads=2) if dtype == "int8" else CpuBackend(dtype, num_threads=2)
 
 
 @pytest.fixture(scope="session")
@@ -204,12 +205,13 @@ def checker() -> CheckerDriver:
     return CheckerDriver()
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def backend(request: pytest.FixtureRequest, dtype: str, checker: CheckerDriver) -> CpuBackend | CudaBackend:
+@pytest.fixture(params=["cpu float32", "cpu bfloat16", "cpu int8", "cuda float32", "cuda bfloat16"])
+def backend(request: pytest.FixtureRequest, checker: CheckerDriver) -> CpuBackend | CudaBackend:
     """Every device, in every number format; the CUDA device with its kernels on the CPU."""
-    if request.param == "cpu":
-        return CpuBackend(dtype, num_threads=2)
-    return CudaBackend(dtype, checker, device="cpu")
+    device, dtype = request.param.split()
+    if device == "cuda":
+        return CudaBackend(dtype, checker, device="cpu")
+    return Int8Backend(num_threads=2) if dtype == "int8" else CpuBackend(dtype, num_threads=2)
 
 
 @pytest.fixture
