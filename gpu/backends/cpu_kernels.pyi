@@ -16,6 +16,7 @@ HEAD_DIM_LIMIT: int
 NOISE_LANES: int
 INT8_KERNELS: tuple[str, ...]
 """Kernels of integer products that run on this processor, fastest first; the last is "plain", which runs on all."""
+SAMPLING_SCRATCH_ROWS: int
 
 class PagedCache:
     """One layer of the KV cache.
@@ -87,8 +88,8 @@ def sample(
 ) -> None:
     """Draw a token from each row of logits, element `[L, vocab]`.
 
-    scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes the arrays of samples; leaves token
-    and logprob of a failed row alone.
+    scratch: float32 `[num_threads, SAMPLING_SCRATCH_ROWS * vocab rounded up to NOISE_LANES]`. Writes the arrays of
+    samples; leaves token and logprob of a failed row alone.
     """
 
 def score(
