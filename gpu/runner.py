@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreword.gpu.backends.backend import KVCacheShape
+from foreword.gpu.backends.backend import Backend, KVCacheShape
 from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
+from foreword.gpu.device import open_cuda_backend
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
@@ -57,7 +58,7 @@ class ModelRunner:
 
     @property
     def device(self) -> str:
-        """Kind of device: "cpu"."""
+        """Kind of device: "cpu", "cuda:0"."""
         return self.decoder.backend.device
 
     @property
@@ -158,6 +159,7 @@ def load_runner(
     Raises:
         CheckpointError: the model cannot be loaded.
         ConfigError: the device cannot work within `config`.
+        DeviceError: the device failed.
     """
     model = family(checkpoint)
     model_config = model.read_config(checkpoint)
@@ -166,10 +168,14 @@ def load_runner(
             f"max_model_len: must be at most {model_config.max_position_embeddings}, the positions this model was made "
             f"for, got {config.max_model_len}"
         )
-    backend = _open_backend(config.dtype, config.num_threads)
-    layers, max_rows = model_config.linear_layers, config.max_num_batched_tokens
-    if not _is_row_independent(config.dtype, config.num_threads, layers, max_rows):
-        backend.use_tiles()
+    backend: Backend[Any]
+    if config.device == "cuda":
+        backend = open_cuda_backend(config.dtype)
+    else:
+        backend = _open_backend(config.dtype, config.num_threads)
+        layers, max_rows = model_config.linear_layers, config.max_num_batched_tokens
+        if not _is_row_independent(config.dtype, config.num_threads, layers, max_rows):
+            backend.use_tiles()
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
     return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size))

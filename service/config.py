@@ -61,7 +61,9 @@ class ServerConfig:
     served_name: str | None = _setting("model", Text("NAME"), None, "name clients ask for; default: from the model")
     max_model_len: int | None = _setting("model", Integer(1, auto=True), None, "tokens of prompt and output together")
 
-    device: str = _setting("engine", Choice("auto", "cpu"), "auto", "where the model runs")
+    device: str = _setting(
+        "engine", Choice("auto", "cpu", "cuda"), "auto", "where the model runs; auto: cuda if it can"
+    )
     dtype: str = _setting("engine", Choice("auto", "bfloat16", "float32"), "auto", "type of weights and activations")
     threads: int | None = _setting("engine", Integer(1, 1024, auto=True), None, "threads of the CPU device")
     kv_cache_memory: int | None = _setting("engine", Size(MIB, TIB, auto=True), None, "memory of the KV cache")

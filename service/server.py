@@ -205,7 +205,7 @@ def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
         )
     return EngineConfig(
         model_path=str(checkpoint.path),
-        device="cpu" if config.device == "auto" else config.device,
+        device=config.device,
         dtype=config.dtype,
         num_threads=config.threads or 0,
         block_size=config.block_size,

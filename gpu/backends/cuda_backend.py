@@ -13,20 +13,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
+from foreword.gpu.backends.cuda_attention import (
+    BLOCK_SIZES,
+    HEAD_DIM_MULTIPLE,
+    MAX_HEAD_DIM,
+    CudaAttention,
+    CudaBatch,
+)
 from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
 from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
-from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.errors import ConfigError, DeviceError
 from foreword.scheduler.step import StepPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
-BLOCK_SIZES = (16, 32)
-HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_VOCAB_SIZE = 1 << 18
 WARP = 32
 _STAGING_BYTES = 1 << 20
@@ -52,10 +57,16 @@ class CudaBackend(Backend[torch.Tensor]):
         self._dtype = DTYPES[dtype]
         self._device = torch.device(device)
         self._launcher = KernelLauncher(driver, self._device)
+        self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def _num_multiprocessors(self) -> int:
+        if self._device.type == "cpu":
+            return 1
+        return torch.cuda.get_device_properties(self._device).multi_processor_count
 
     def is_row_independent(self, layers: Iterable[tuple[int, int]], max_rows: int) -> bool:
         """Try whether products of these layers `(out_features, in_features)` are row-independent here."""
@@ -71,25 +82,28 @@ class CudaBackend(Backend[torch.Tensor]):
         )
 
     def weight(self, values: Float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return self._on_device(values, torch.float32)
 
     def embedding_weight(self, table: Float32) -> torch.Tensor:
-        return self._tensor(table)
+        return self._on_device(table, self._dtype)
 
     def linear_weight(self, weight: Float32, bias: Float32 | None = None) -> LinearWeight[torch.Tensor]:
-        return LinearWeight(self._tensor(weight), None if bias is None else self._tensor(bias))
+        return LinearWeight(
+            self._on_device(weight, self._dtype), None if bias is None else self._on_device(bias, self._dtype)
+        )
 
     def tied_linear_weight(self, table: torch.Tensor) -> LinearWeight[torch.Tensor]:
         return LinearWeight(table, None)
 
     def kv_cache(self, shape: KVCacheShape) -> KVCache[torch.Tensor]:
-        for name, value, allowed in (
-            ("block_size", shape.block_size, BLOCK_SIZES),
-            ("head_dim", shape.head_dim, HEAD_DIMS),
-        ):
-            if value not in allowed:
-                choices = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name}: must be one of {choices} on the CUDA device, got {value}")
+        if shape.block_size not in BLOCK_SIZES:
+            choices = " or ".join(map(str, BLOCK_SIZES))
+            raise ConfigError(f"block_size: must be {choices} on the CUDA device, got {shape.block_size}")
+        if shape.head_dim % HEAD_DIM_MULTIPLE or shape.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"head_dim: must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM} on the CUDA device, "
+                f"got {shape.head_dim}"
+            )
         size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         try:
             keys = torch.empty(size, dtype=self._dtype, device=self._device)
@@ -113,7 +127,16 @@ class CudaBackend(Backend[torch.Tensor]):
         if len(plan.block_table_updates):
             rows, indices, blocks = updates
             cache.block_table[rows, indices] = blocks
-        return Batch(token_ids, positions, token_rows, slot_mapping, logits_indices)
+        return CudaBatch(
+            token_ids=token_ids,
+            positions=positions,
+            token_rows=token_rows,
+            slot_mapping=slot_mapping,
+            logits_indices=logits_indices,
+            query_offsets=plan.query_offsets,
+            context_lens=plan.context_lens,
+            rows=plan.rows,
+        )
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         rows, width = len(token_ids), table.shape[1]
@@ -179,7 +202,8 @@ class CudaBackend(Backend[torch.Tensor]):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        raise NotImplementedError
+        assert isinstance(batch, CudaBatch)
+        return self._attention.attend(queries, batch, cache, layer, scale, window)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -229,5 +253,8 @@ class CudaBackend(Backend[torch.Tensor]):
     def _empty(self, *size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
-    def _tensor(self, values: Float32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, self._dtype, copy=True)
+    def _on_device(self, values: Float32, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error

@@ -35,7 +35,7 @@ class CupyDriver:
             lines = str(error).splitlines()
             first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
             raise DeviceError(f"kernel {expression} cannot be compiled: {first}") from error
-        except cupy.cuda.driver.CUDADriverError as error:
+        except RuntimeError as error:  # of CUDA's driver, its run-time library, or NVRTC
             raise DeviceError(f"kernel {expression} cannot be loaded: {error}") from error
 
 
@@ -53,7 +53,7 @@ class _CupyFunction:
                 self._granted_bytes = shared_bytes
             stream = _cupy_stream(torch.cuda.current_stream())
             self._function(grid, (threads,), tuple(arguments), shared_bytes, stream)
-        except cupy.cuda.driver.CUDADriverError as error:
+        except RuntimeError as error:
             raise DeviceError(f"kernel {self._expression} cannot be launched: {error}") from error
 
 

@@ -94,7 +94,7 @@ class KernelLauncher:
     ) -> list[object]:
         if len(arguments) != len(kernel.parameters):
             raise TypeError(f"{kernel.name}: takes {len(kernel.parameters)} arguments, got {len(arguments)}")
-        sizes: dict[str, int] = {}
+        sizes = {"": 1}
         values: list[object] = []
         try:
             for parameter, argument in zip(kernel.parameters, arguments, strict=True):
@@ -124,7 +124,7 @@ class KernelLauncher:
             unit = size // dimension.factor
             if size % dimension.factor or sizes.setdefault(dimension.name, unit) != unit:
                 wanted = dimension.factor * sizes.get(dimension.name, 1)
-                raise ValueError(f"{parameter.name}: {dimension.name} is {size}, must be {wanted}")
+                raise ValueError(f"{parameter.name}: {dimension.name or 'a size'} is {size}, must be {wanted}")
         return argument.data_ptr()
 
 

@@ -2,15 +2,15 @@
 
 A parameter is written `name: type`. A type is a NumPy name such as `int32`, or `T`, the first template argument; with
 dimensions in brackets it is an array: `delta: T[rows, width]?`. A name among dimensions stands for one size within a
-launch, wherever it occurs, scalar parameters included; `2*width` is twice that size; `?` allows None.
+launch, wherever it occurs, scalar parameters included; `2*width` is twice that size, `2` is 2; `?` allows None.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -23,7 +23,7 @@ _PARAMETER = re.compile(r"(\w+): (\w+)(?:\[([^\]]*)\])?(\??)")
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A size of an array: `factor` times the size called `name`."""
+    """A size of an array: `factor` times the size called `name`, or `factor` alone if that is empty."""
 
     factor: int
     name: str
@@ -89,6 +89,8 @@ def _read_parameter(text: str) -> Parameter:
 
 
 def _read_dimension(text: str) -> Dimension:
+    if text.isdigit():
+        return Dimension(int(text), "")
     factor, _, name = text.rpartition("*")
     return Dimension(int(factor or 1), name)
 
@@ -191,60 +193,53 @@ SAMPLE = Kernel(
     EVERY_TYPE,
 )
 
-ATTENTION_TYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (16, 32)
-WIDE_WARPS = 4
-FMA_ROWS = 4
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+_BLOCK_SIZES = (16, 32)
 PAGED_ATTENTION = Kernel(
     "paged_attention",
     "paged_attention.cu",
-    32,
+    128,
     (
-        "queries: T[tokens, query_stride]",
-        "keys: T[num_blocks, num_kv_heads, block_size, head_dim]",
-        "values: T[num_blocks, num_kv_heads, block_size, head_dim]",
-        "block_table: int32[num_rows, max_blocks]",
-        "items: int32[max_items, item_fields]",
-        "count: int32[one]",
-        "out: T[tokens, width]",
-        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
-        "partial_stats: float32[partial_rows, num_kv_heads, two]",
-        "num_kv_heads: int32",
+        "q: T[tokens, q_stride]",
+        "k_cache: T[num_blocks, kv_heads, block_size, head_dim]",
+        "v_cache: T[num_blocks, kv_heads, block_size, head_dim]",
+        "block_table: int32[table_rows, max_blocks]",
+        "items: int32[num_items, 8]",
+        "count: int32[1]",
+        "out: T[tokens, q_stride]",
+        "partial_out: float32[partials, kv_heads, head_dim]",
+        "partial_stats: float32[partials, kv_heads, 2]",
+        "kv_heads: int32",
         "group: int32",
         "max_blocks: int32",
-        "query_stride: int32",
+        "q_stride: int32",
         "window: int32",
         "scale_log2: float32",
         "soft_cap: float32",
     ),
-    tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (1,))),
+    tuple(itertools.product(("bfloat16", "float16"), _HEAD_DIMS, _BLOCK_SIZES, (1, 4))),
 )
-PAGED_ATTENTION_WIDE = replace(
-    PAGED_ATTENTION,
-    threads=32 * WIDE_WARPS,
-    instantiations=tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (WIDE_WARPS,))),
-)
-PAGED_ATTENTION_FMA = replace(
-    PAGED_ATTENTION,
-    name="paged_attention_fma",
-    file="paged_attention_fma.cu",
-    instantiations=tuple(product(("float32",), HEAD_DIMS, BLOCK_SIZES, (FMA_ROWS,))),
+PAGED_ATTENTION_FMA = Kernel(
+    "paged_attention_fma",
+    "paged_attention_fma.cu",
+    32,
+    PAGED_ATTENTION.signature,
+    tuple(itertools.product(("float32",), _HEAD_DIMS, _BLOCK_SIZES, (4,))),
 )
 MERGE_SPLITS = Kernel(
     "merge_splits",
     "attention_merge.cu",
-    128,
+    64,
     (
-        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
-        "partial_stats: float32[partial_rows, num_kv_heads, two]",
-        "items: int32[max_items, item_fields]",
-        "count: int32[one]",
+        "partial_out: float32[partials, kv_heads, head_dim]",
+        "partial_stats: float32[partials, kv_heads, 2]",
+        "items: int32[num_items, 5]",
+        "count: int32[1]",
         "out: T[tokens, width]",
-        "num_kv_heads: int32",
+        "kv_heads: int32",
         "group: int32",
     ),
-    tuple(product(TYPES, HEAD_DIMS, (4,))),
+    tuple(itertools.product(TYPES, _HEAD_DIMS, (2,))),
 )
 
 KERNELS = (
@@ -256,7 +251,6 @@ KERNELS = (
     PROCESS,
     SAMPLE,
     PAGED_ATTENTION,
-    PAGED_ATTENTION_WIDE,
     PAGED_ATTENTION_FMA,
     MERGE_SPLITS,
 )

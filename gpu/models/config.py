@@ -65,6 +65,13 @@ class ModelConfig:
             }
         )
 
+    @property
+    def num_weights(self) -> int:
+        """Values of all matrices, the embedding table included."""
+        attention_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * attention_size + 2 * kv_size + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
         """Read the hyper-parameters that decoders share in Hugging Face's vocabulary.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from foreword.gpu.checkpoint.open import open_checkpoint
 from foreword.gpu.config import DeviceConfig, available_cpus, kv_cache_bytes_per_block
+from foreword.gpu.device import cuda_cache_memory, find_device
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.registry import read_config
 from foreword.gpu.runner import best_dtype, load_runner
@@ -37,12 +38,16 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
     Raises:
         CheckpointError: the model cannot be read or is not supported.
         ConfigError: a setting cannot be used, with this model or at all.
+        DeviceError: the device failed.
     """
     start_ns = time.monotonic_ns()
     checkpoint = open_checkpoint(Path(config.model_path))
     model = read_config(checkpoint)
     num_threads = config.num_threads or available_cpus()
-    if config.dtype == "auto":
+    config = dataclasses.replace(config, device=find_device(config.device))
+    if config.dtype == "auto" and config.device == "cuda":
+        config = dataclasses.replace(config, dtype="bfloat16")
+    elif config.dtype == "auto":
         config = dataclasses.replace(config, dtype=best_dtype(model, num_threads, config.max_num_batched_tokens))
     max_model_len = config.max_model_len or min(model.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
     device_config = DeviceConfig(
@@ -89,11 +94,14 @@ def count_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int) -
     Raises:
         ConfigError: not even one block fits.
     """
-    limit = config.kv_cache_bytes or machine_memory() // _DEFAULT_MEMORY_SHARE
+    is_cuda = config.device == "cuda"
+    limit = config.kv_cache_bytes
+    if not limit:
+        limit = cuda_cache_memory(model, config.dtype) if is_cuda else machine_memory() // _DEFAULT_MEMORY_SHARE
     affordable = limit // kv_cache_bytes_per_block(model, config.block_size, config.dtype)
     if affordable < 1:
         raise ConfigError(f"kv_cache_bytes: {limit} bytes do not hold one block of {config.block_size} tokens")
-    if config.kv_cache_bytes:
+    if config.kv_cache_bytes or is_cuda:
         return affordable
     tokens = max(config.max_num_sequences * _DEFAULT_TOKENS_PER_SEQUENCE, max_model_len)
     return min(affordable, -(-tokens // config.block_size))

@@ -11,14 +11,14 @@ class EngineConfig:
 
     Attributes:
         model_path: a GGUF file or a Hugging Face folder.
-        device: "cpu".
+        device: "cpu", "cuda", or "auto" for the CUDA device if there is one that can be used.
         dtype: of weights, activations and KV cache, "bfloat16", "float32", or "auto" for the faster one that is
             exact on this processor.
         num_threads: threads of the CPU backend; 0 for the processors this process may use.
         block_size: tokens per KV cache block.
         kv_cache_bytes: memory of the KV cache; 0 for enough to hold 1,024 tokens of each of `max_num_sequences`
             sequences (or one sequence of `max_model_len` tokens, if that is more), but at most a quarter of the
-            machine's memory.
+            machine's memory; on the CUDA device, for nine tenths of what the weights leave.
         max_num_sequences: sequences that run at once.
         max_num_batched_tokens: token budget of one step.
         max_model_len: tokens (prompt and output) a sequence may have; 0 for the checkpoint's own limit, but at most

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simt.driver import CheckerDriver
 
+from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
 from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
@@ -81,10 +83,30 @@ def test_together_equals_alone_for_every_chunking(
         assert generate(runner, plan_writer(), requests, 12, chunk) == alone, f"chunks of {chunk}"
 
 
-def test_oracle_generates_the_same_tokens(
-    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], requests: list[Request]
+def test_together_equals_alone_on_the_cuda_device(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    requests: list[Request],
+    checker: CheckerDriver,
+    dtype: str,
 ) -> None:
-    actual = generate(new_runner(), plan_writer(), requests, 8, chunk=20)
+    runner = new_runner(dtype, CudaBackend(dtype, checker, device="cpu"))
+    some = requests[2:7:2]
+    alone = [generate(runner, plan_writer(), [request], 5, chunk=1000)[0] for request in some]
+    for chunk in (16, 31):
+        assert generate(runner, plan_writer(), some, 5, chunk) == alone, f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_oracle_generates_the_same_tokens(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    requests: list[Request],
+    checker: CheckerDriver,
+    device: str,
+) -> None:
+    backend = None if device == "cpu" else CudaBackend("float32", checker, device="cpu")
+    actual = generate(new_runner(backend=backend), plan_writer(), requests, 8, chunk=20)
     expected = generate(new_runner(backend=NumpyBackend()), plan_writer(), requests, 8, chunk=20)
     assert [[token for token, _ in output] for output in actual] == [[token for token, _ in out] for out in expected]
     np.testing.assert_allclose(

@@ -121,7 +121,7 @@ def fails_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]) 
         (["serve", "--dtype", "float8"], "bfloat16"),
         (["serve", "--listen-address", "0.0.0.0:1"], "--insecure"),
         (["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
-        (["serve", "--device", "cuda"], "auto, cpu"),
+        (["serve", "--device", "tpu"], "auto, cpu, cuda"),
         (["generate", "x", "--temperature", "warm"], "--temperature"),
         (["generate", "x", "--max-output-tokens", "99999999999"], "--max-output-tokens"),
         (["generate", "x", "--seed", "9999999999999999999999"], "--seed"),

@@ -6,26 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foreword.gpu.kernels.launcher import Function, Grid
-from foreword.gpu.kernels.table import KERNELS
 from simt.module import Kernel, RawModule
 
 
 class CheckerDriver:
-    """Runs kernels on tensors of the CPU. Everything that the table names in a file is compiled at once."""
+    """Runs kernels on tensors of the CPU."""
 
     def __init__(self, seed: int = 0) -> None:
         """Run threads and blocks in an order of this seed; 0 is index order."""
         self._seed = seed
-        self._modules: dict[Path, RawModule] = {}
 
     def compile(self, source: Path, expression: str) -> Function:
         """See `foreword.gpu.kernels.launcher.Driver`."""
-        if source not in self._modules:
-            kernels = [kernel for kernel in KERNELS if kernel.source == source]
-            names = [kernel.expression(template) for kernel in kernels for template in kernel.instantiations]
-            options = (f"-I{source.parent}",)
-            self._modules[source] = RawModule(path=source, options=options, name_expressions=names)
-        return _Function(self._modules[source].get_function(expression), self._seed)
+        module = RawModule(path=source, options=(f"-I{source.parent}",), name_expressions=[expression])
+        return _Function(module.get_function(expression), self._seed)
 
 
 class _Function:

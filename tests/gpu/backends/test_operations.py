@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.backend import Backend, KVCacheShape, RotaryTable
 from foreword.gpu.backends.cpu_backend import CpuBackend
@@ -170,6 +171,8 @@ class Attention:
     def __init__(self, backend: Any, writer: Any, heads: tuple[int, int, int]) -> None:
         self.backend, self.writer = backend, writer
         self.num_heads, self.num_kv_heads, self.head_dim = heads
+        if isinstance(backend, CudaBackend) and self.head_dim % 16:
+            pytest.skip("the CUDA device refuses this head size")
         shape = KVCacheShape(2, writer.num_blocks, 16, self.num_kv_heads, self.head_dim, 8, 16)
         self.cache = backend.kv_cache(shape)
         self.cache.keys[:] = float("nan")
@@ -232,8 +235,17 @@ def test_keys_and_values_of_other_layers_stay(backend: TorchBackend, plan_writer
     assert not torch.isnan(attention.cache.keys[1]).all()
 
 
-def test_cache_shapes_the_kernels_cannot_use_are_refused(backend: TorchBackend) -> None:
+def test_cache_shapes_the_cpu_cannot_use_are_refused(cpu: CpuBackend) -> None:
     with pytest.raises(ConfigError, match="block_size: must be a multiple of 8 on the CPU device, got 20"):
-        backend.kv_cache(KVCacheShape(1, 1, 20, 1, 16, 1, 1))
+        cpu.kv_cache(KVCacheShape(1, 1, 20, 1, 16, 1, 1))
     with pytest.raises(ConfigError, match="head_dim: must be even and at most 256 on the CPU device, got 512"):
-        backend.kv_cache(KVCacheShape(1, 1, 16, 1, 512, 1, 1))
+        cpu.kv_cache(KVCacheShape(1, 1, 16, 1, 512, 1, 1))
+
+
+def test_cache_shapes_the_cuda_device_cannot_use_are_refused(checker: CheckerDriver) -> None:
+    cuda = CudaBackend("bfloat16", checker, device="cpu")
+    with pytest.raises(ConfigError, match="block_size: must be 16 or 32 on the CUDA device, got 64"):
+        cuda.kv_cache(KVCacheShape(1, 1, 64, 1, 16, 1, 1))
+    for head_dim in (100, 512):
+        with pytest.raises(ConfigError, match="head_dim: must be a multiple of 16 and at most 256 on the CUDA device"):
+            cuda.kv_cache(KVCacheShape(1, 1, 16, 1, head_dim, 1, 1))

@@ -1,0 +1,115 @@
+"""What the CUDA device does besides computing: errors, and steps that ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simt.driver import CheckerDriver
+
+from foreword.gpu.backends.backend import KVCacheShape
+from foreword.gpu.backends.cuda_backend import MAX_VOCAB_SIZE, CudaBackend
+from foreword.gpu.backends.staging import StagingBuffer
+from foreword.gpu.runner import ModelRunner
+from foreword.scheduler.errors import ConfigError, DeviceError
+from foreword.scheduler.request import Request
+
+ENOUGH = KVCacheShape(1, 4, 16, 1, 64, 2, 4)
+
+
+@pytest.fixture
+def cuda(checker: CheckerDriver) -> CudaBackend:
+    return CudaBackend("bfloat16", checker, device="cpu")
+
+
+def out_of_memory(*arguments: Any, **keywords: Any) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+
+def test_a_cache_that_does_not_fit_names_the_setting(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", out_of_memory)
+    with pytest.raises(ConfigError, match="kv_cache_memory: 4 blocks do not fit the memory left on CUDA checker"):
+        cuda.kv_cache(ENOUGH)
+
+
+def test_weights_that_do_not_fit_are_an_error_of_the_device(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "to", out_of_memory)
+    with pytest.raises(DeviceError, match="weights do not fit the memory of CUDA checker"):
+        cuda.linear_weight(np.zeros((2, 2), np.float32))
+
+
+def test_memory_that_ends_within_a_step_leaves_the_runner_usable(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    cuda: CudaBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, request = new_runner("bfloat16", cuda), new_request([1, 2, 3], temperature=0.0)
+    plan = plan_writer().plan([(0, [1, 2, 3], 1)], [(0, request)])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.execute(plan)
+    again = runner.execute(plan)
+    assert again.token_ids.tolist() == new_runner("bfloat16", cuda).execute(plan).token_ids.tolist()
+
+
+def test_a_vocabulary_beyond_the_sampler_is_refused(cuda: CudaBackend) -> None:
+    logits = torch.empty(1, MAX_VOCAB_SIZE + 1, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="vocab_size: at most 262144 on the CUDA device, got 262145"):
+        cuda.sample(logits, None)  # type: ignore[arg-type]
+
+
+def test_a_step_without_logits_draws_nothing(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    cuda: CudaBackend,
+) -> None:
+    result = new_runner("bfloat16", cuda).execute(
+        plan_writer().plan([(3, [1, 2, 3], 0)], [(3, new_request([1, 2, 3, 4]))])
+    )
+    assert result.token_offsets.tolist() == [0, 0]
+    assert not result.failed.any()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tokens_do_not_depend_on_the_order_of_threads(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    cuda: CudaBackend,
+    seed: int,
+) -> None:
+    requests = [(row, new_request([5] * (row + 1), temperature=0.9, top_p=0.9, top_k=40)) for row in range(3)]
+    plan = plan_writer().plan([(row, [5] * (row + 1), 1) for row in range(3)], requests)
+    expected = new_runner("bfloat16", cuda).execute(plan)
+    shuffled = new_runner("bfloat16", CudaBackend("bfloat16", CheckerDriver(seed), device="cpu")).execute(plan)
+    assert shuffled.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_staging_keeps_values_shapes_and_types() -> None:
+    staging = StagingBuffer(torch.device("cpu"), 16)
+    arrays = [
+        np.arange(5, dtype=np.int32),
+        np.zeros((0, 3), np.int32),
+        np.array([2**64 - 1], np.uint64),
+        np.array([[True], [False]]),
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+    ]
+    for given, got in zip(arrays, staging.upload(*arrays), strict=True):
+        assert got.shape == given.shape
+        assert got.data_ptr() % 16 == 0
+        np.testing.assert_array_equal(got.numpy(), given)
+
+
+def test_staging_puts_arrays_of_equal_sizes_at_equal_addresses() -> None:
+    staging = StagingBuffer(torch.device("cpu"), 1 << 12)
+    first = staging.upload(np.arange(5, dtype=np.int32), np.arange(7, dtype=np.int64))
+    second = staging.upload(np.arange(5, dtype=np.int32) + 1, np.arange(7, dtype=np.int64))
+    assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
+    assert first[0].tolist() == [1, 2, 3, 4, 5]
