@@ -5,7 +5,11 @@ true and float32 otherwise. Rows are computed in parallel by up to `num_threads`
 in an order that does not depend on the others.
 """
 
+import numpy as np
+import numpy.typing as npt
+
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.scheduler.step import TokenScores
 
 VECTOR_LANES: int
 HEAD_DIM_LIMIT: int
@@ -83,4 +87,18 @@ def sample(
 
     scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes the arrays of samples; leaves token
     and logprob of a failed row alone.
+    """
+
+def score(
+    logits: int,
+    vocab: int,
+    bf16: bool,
+    rows: npt.NDArray[np.int32],
+    token_ids: npt.NDArray[np.int32],
+    scores: TokenScores,
+    num_threads: int,
+) -> None:
+    """Score a token of each of some rows of logits, element `[L, vocab]`, and find the most probable ones.
+
+    rows: below L, `[M]`; token_ids: below vocab, `[M]`. Writes the arrays of scores, `[M]` and `[M * num_top]`.
     """

@@ -16,16 +16,16 @@ from foreword.gpu.kernels.launcher import KernelLauncher
 from foreword.gpu.kernels.table import MERGE_SPLITS
 from foreword.scheduler.step import Int32Array
 
-BLOCK_SIZES = (16, 32)
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
 
-_MERGE_WARPS = 2
+_MERGE_BLOCKS = 4  # of a multiprocessor
 _MAX_PARTIALS = 8192
 _STAGING_BYTES = 1 << 20
 _EVERY_KEY = 2**31 - 1
 _LOG2_E = 1.4426950408889634
-_SHARED_BYTES_PER_MULTIPROCESSOR = 227 * 1024
+_SHARED_BYTES_PER_MULTIPROCESSOR = 228 * 1024
+_SHARED_BYTES_RESERVED = 1024  # of each block, by the system
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,14 @@ class Geometry:
         group: query heads of a KV head.
         num_kv_heads: G.
         head_dim: D.
+        block_size: tokens per block of the cache.
         window: keys a token sees, itself included; None for all.
     """
 
     group: int
     num_kv_heads: int
     head_dim: int
+    block_size: int
     window: int | None
 
 
@@ -101,48 +103,46 @@ class CudaAttention:
     ) -> torch.Tensor:
         """See `Backend.attention`."""
         shape = cache.shape
-        head_dim, num_kv_heads = shape.head_dim, shape.num_kv_heads
-        group = queries.shape[1] // (head_dim * num_kv_heads)
-        geometry = Geometry(group, num_kv_heads, head_dim, window)
+        group = queries.shape[1] // (shape.head_dim * shape.num_kv_heads)
+        geometry = Geometry(group, shape.num_kv_heads, shape.head_dim, shape.block_size, window)
         work = batch.work.get(geometry)
         if work is None:
-            work = batch.work[geometry] = self.plan(batch, geometry, shape.block_size)
+            work = batch.work[geometry] = self.plan(batch, geometry)
         out = torch.empty_like(queries)
-        partials = self._partials_of(num_kv_heads, head_dim)
+        partials = self._partials_of(shape.num_kv_heads, shape.head_dim)
         inputs = (queries, cache.keys[layer], cache.values[layer], cache.block_table)
-        sizes = (num_kv_heads, group, shape.max_blocks_per_sequence, queries.shape[1], window or _EVERY_KEY)
-        narrow, wide = attention_launches(self._dtype, head_dim, shape.block_size)
-        for launch, items, count in ((narrow, work.narrow, work.num_narrow), (wide, work.wide, work.num_wide)):
-            if launch is None or not len(items):
-                continue
-            self._launcher.launch(
-                launch.kernel,
-                launch.template,
-                (self._num_blocks(launch),),
-                *(*inputs, items, count, out, *partials, *sizes, scale * _LOG2_E, 0.0),
-                threads=launch.threads,
-                shared_bytes=launch.shared_bytes,
-            )
+        sizes = (shape.num_kv_heads, group, shape.max_blocks_per_sequence, queries.shape[1], window or _EVERY_KEY)
+        for launch, items, count in zip(
+            self._launches(geometry), (work.narrow, work.wide), (work.num_narrow, work.num_wide), strict=True
+        ):
+            if launch is not None and len(items):
+                self._launcher.launch(
+                    launch.kernel,
+                    launch.template,
+                    (self._num_blocks(launch),),
+                    *(*inputs, items, count, out, *partials, *sizes, scale * _LOG2_E, 0.0),
+                    shared_bytes=launch.shared_bytes,
+                )
         if len(work.merges):
             self._launcher.launch(
                 MERGE_SPLITS,
-                (self._dtype, head_dim, _MERGE_WARPS),
-                (4 * self._num_multiprocessors,),
-                *(*partials, work.merges, work.num_merges, out, num_kv_heads, group),
+                (self._dtype, shape.head_dim, MERGE_SPLITS.threads // 32),
+                (_MERGE_BLOCKS * self._num_multiprocessors,),
+                *(*partials, work.merges, work.num_merges, out, shape.num_kv_heads, group),
             )
         return out
 
-    def plan(self, batch: CudaBatch, geometry: Geometry, block_size: int) -> AttentionWork:
+    def plan(self, batch: CudaBatch, geometry: Geometry) -> AttentionWork:
         """Plan the attention of a batch and queue its upload; the same for all layers of one geometry."""
-        narrow, wide = attention_launches(self._dtype, geometry.head_dim, block_size)
+        narrow, wide = self._launches(geometry)
         planner = AttentionPlanner(
             group=geometry.group,
             num_kv_heads=geometry.num_kv_heads,
             window=geometry.window,
-            narrow_rows=narrow.rows,
             wide_rows=0 if wide is None else wide.rows,
             num_workers=self._num_blocks(narrow),
             max_partials=_MAX_PARTIALS,
+            narrow_rows=narrow.rows,
         )
         plan = planner.plan(batch.query_offsets, batch.context_lens, batch.rows)
         lists = (plan.narrow, plan.wide, plan.merges)
@@ -151,9 +151,13 @@ class CudaAttention:
             self._staging[geometry] = StagingBuffer(self._device, _STAGING_BYTES)
         return AttentionWork(*self._staging[geometry].upload(*lists, *counts))
 
+    def _launches(self, geometry: Geometry) -> tuple[AttentionLaunch, AttentionLaunch | None]:
+        return attention_launches(self._dtype, geometry.head_dim, geometry.block_size)
+
     def _num_blocks(self, launch: AttentionLaunch) -> int:
         """Blocks that run at once: shared memory is what limits them."""
-        return self._num_multiprocessors * max(1, _SHARED_BYTES_PER_MULTIPROCESSOR // (launch.shared_bytes + 1024))
+        per_multiprocessor = _SHARED_BYTES_PER_MULTIPROCESSOR // (launch.shared_bytes + _SHARED_BYTES_RESERVED)
+        return self._num_multiprocessors * max(1, per_multiprocessor)
 
     def _partials_of(self, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         key = (num_kv_heads, head_dim)

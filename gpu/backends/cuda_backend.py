@@ -14,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.cuda_attention import (
-    BLOCK_SIZES,
     HEAD_DIM_MULTIPLE,
     MAX_HEAD_DIM,
     CudaAttention,
@@ -25,9 +24,19 @@ from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
-from foreword.gpu.kernels.table import EMBEDDING, PROCESS, RMS_NORM, ROTATE_AND_STORE, SAMPLE, SILU_AND_MUL, Kernel
+from foreword.gpu.kernels.table import (
+    BLOCK_SIZES,
+    EMBEDDING,
+    PROCESS,
+    RMS_NORM,
+    ROTATE_AND_STORE,
+    SAMPLE,
+    SCORE,
+    SILU_AND_MUL,
+    Kernel,
+)
 from foreword.scheduler.errors import ConfigError, DeviceError
-from foreword.scheduler.step import StepPlan
+from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TILE_ROWS = 128
@@ -60,6 +69,7 @@ class CudaBackend(Backend[torch.Tensor]):
         self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
+        self._score_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -218,34 +228,51 @@ class CudaBackend(Backend[torch.Tensor]):
         rows, vocab = logits.shape
         if vocab > MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size: at most {MAX_VOCAB_SIZE} on the CUDA device, got {vocab}")
-        is_processed = (params.masks.index >= 0) | (params.num_masked > 0)
-        processed_rows = np.flatnonzero(is_processed).astype(np.int32)
-        processed_index = np.where(is_processed, np.cumsum(is_processed) - 1, -1).astype(np.int32)
-        row, mask_index, mask_words, masked_ids, num_masked, *drawing = self._sampling_inputs.upload(
-            processed_rows,
-            params.masks.index,
-            params.masks.words,
-            params.masked_ids,
-            params.num_masked,
-            processed_index,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seed,
-            params.position,
-            params.want_logprob,
+        biases, masks, history = params.biases, params.masks, params.history
+        changes = (biases.index >= 0) | (masks.index >= 0) | (history.index >= 0) | (params.num_masked > 0)
+        processed_rows = np.flatnonzero(changes).astype(np.int32)
+        processed_index = np.where(changes, np.cumsum(changes) - 1, -1).astype(np.int32)
+        processing = (
+            *(processed_rows, masks.index, masks.words),
+            *(biases.index, biases.offsets, biases.ids, biases.values),
+            *(params.masked_ids, params.num_masked),
+            *(history.index, history.offsets, history.ids, history.counts),
+            *(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
         )
-        processed = torch.empty(len(row), vocab, device=self._device)
-        sizes = (vocab, mask_words.shape[1], masked_ids.shape[1])
-        processing = (row, mask_index, mask_words, masked_ids, num_masked)
-        threads = min(SAMPLE.threads, vocab + -vocab % WARP)
-        self._launch(PROCESS, (len(row),), logits, *processing, processed, *sizes, threads=threads)
+        drawing = (
+            *(processed_index, params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p),
+            *(params.seed, params.position, params.want_logprob),
+        )
+        inputs = self._sampling_inputs.upload(*processing, *drawing)
+        processed = torch.empty(len(processed_rows), vocab, device=self._device)
+        sizes = (vocab, masks.words.shape[1], params.masked_ids.shape[1])
+        threads = _row_threads(vocab)
+        self._launch(
+            PROCESS, (len(processed_rows),), logits, *inputs[: len(processing)], processed, *sizes, threads=threads
+        )
         drawn = torch.empty(3, rows, dtype=torch.int32, device=self._device)
         outputs = (drawn[0], drawn[1].view(torch.float32), drawn[2])
-        self._launch(SAMPLE, (rows,), logits, processed, *drawing, *outputs, vocab, threads=threads)
+        self._launch(SAMPLE, (rows,), logits, processed, *inputs[len(processing) :], *outputs, vocab, threads=threads)
         token_ids, logprobs, failed = drawn.cpu().numpy()
         return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
+
+    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+        num_tokens, vocab = len(rows), logits.shape[1]
+        inputs = self._score_inputs.upload(rows, token_ids)
+        integers = torch.empty(num_tokens * (1 + num_top), dtype=torch.int32, device=self._device)
+        floats = torch.empty(num_tokens * (1 + num_top), device=self._device)
+        ranks, top_ids = integers[:num_tokens], integers[num_tokens:].view(num_tokens, num_top)
+        logprobs, top_logprobs = floats[:num_tokens], floats[num_tokens:].view(num_tokens, num_top)
+        outputs = (logprobs, ranks, top_ids, top_logprobs)
+        self._launch(SCORE, (num_tokens,), logits, *inputs, *outputs, vocab, num_top, threads=_row_threads(vocab))
+        on_host, floats_on_host = integers.cpu().numpy(), floats.cpu().numpy()
+        return TokenScores(
+            floats_on_host[:num_tokens],
+            on_host[:num_tokens],
+            num_top,
+            on_host[num_tokens:],
+            floats_on_host[num_tokens:],
+        )
 
     def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument, threads: int | None = None) -> None:
         self._launcher.launch(kernel, (self.dtype,), grid, *arguments, threads=threads)
@@ -258,3 +285,8 @@ class CudaBackend(Backend[torch.Tensor]):
             return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
+
+
+def _row_threads(vocab: int) -> int:
+    """Threads of a block that walks a row of logits; the order of its sums depends on them, so on nothing else."""
+    return min(SAMPLE.threads, vocab + -vocab % WARP)

@@ -2,69 +2,46 @@
 //
 //   logits T [rows, vocab]; processed float [processed_rows, vocab], see process.cu; processed_index int [rows]: the
 //   processed row that is drawn from, -1 to draw from the logits themselves
-//   temperature, top_p, min_p float [rows]; top_k int [rows]; seed, position 64 bit [rows]; want_logprob byte [rows]
+//   temperature, top_p, min_p, typical_p float [rows]; top_k int [rows]; seed, position 64 bit [rows]; want_logprob byte
+//   [rows]
 //   token_ids int [rows], logprobs float [rows], failed int [rows]
 //
 // Grid (rows); the whole block walks the row as often as its parameters need: twice for greedy, once more for the log
-// probability, three times each for top-k and top-p, once for the draw. A row is read from memory once and then from
-// cache.
+// probability, three times each for top-k and top-p, five times for typical-p, once for the draw. A row is read from
+// memory once and then from cache.
 //
 // A truncation is a threshold on the logit, found by a radix search of three levels. Masses are added as integers of 42
 // bits, so no order of addition can change a result; they lie in three words of 14 bits, because shared memory adds 32
 // bits at once but 64 only in a loop. That allows vocabularies up to 2^18. Ids that cannot win even with the greatest
 // noise get none.
 #include "device.cuh"
-#include "order.cuh"
 #include "philox.cuh"
-#include "reduce.cuh"
+#include "row.cuh"
 
 constexpr float kGreedyTemperature = 1e-5f;
-constexpr float kLeast = -3.402823466e38f;                 // everything but -inf
+constexpr float kLeast = -3.402823466e38f;                    // everything but -inf
 constexpr float kNoiseAtMost = 17.0f, kNoiseAtLeast = -3.0f;  // of 24-bit uniforms: 16.7 and -2.9
 constexpr int kLevels = 3, kBins = 2048, kWords = 3, kWordBits = 14;
 constexpr float kFullMass = 0x1.fffffep41f;  // the greatest below 2^42
 
 struct Scratch {
-    Key keys[kMaxWarps];
-    float floats[kMaxWarps];
+    Partials partials;
     unsigned bins[kWords][kBins];
     unsigned digit;
     Key above;
     double target;
 };
 
+// The logits that a token is drawn from.
+struct Range {
+    float least, greatest;
+};
+
 struct Parameters {
-    float temperature, top_p, min_p;
+    float temperature, top_p, min_p, typical_p;
     int top_k;
     unsigned long long seed, position;
 };
-
-template <typename T> struct Row {
-    const T* logits;
-    int vocab;
-    __device__ __forceinline__ float operator()(int id) const { return to_float(logits[id]); }
-};
-
-// False, for the whole block, when a logit is NaN or +inf.
-template <typename T> __device__ bool all_finite(const Row<T>& row) {
-    bool bad = false;
-    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) bad |= !(row(id) < -negative_infinity());
-    return !__syncthreads_or(bad);
-}
-
-// Greatest logit and its lowest id.
-template <typename T> __device__ Key peak_of(const Row<T>& row, Scratch& scratch) {
-    Key best = 0;
-    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) best = Max()(best, ranked(row(id), id));
-    return block_reduce(best, scratch.keys, Max());
-}
-
-// ln of the sum of e^(x - peak).
-template <typename T> __device__ float log_mass(const Row<T>& row, float peak, Scratch& scratch) {
-    float sum = 0.0f;
-    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) sum += expf(row(id) - peak);
-    return logf(block_reduce(sum, scratch.floats, Sum()));
-}
 
 __device__ __forceinline__ void add_to_bin(Scratch& scratch, unsigned bin, Key weight) {
 #pragma unroll
@@ -114,9 +91,10 @@ __device__ void choose_bin(Scratch& scratch, bool is_first, double count, double
     scratch.target = target;
 }
 
-// The greatest v such that {x >= v} has the weight count + share * (weight of all), among x >= least.
-template <typename T, typename Weigh>
-__device__ float threshold(const Row<T>& row, float least, double count, double share, Weigh weigh, Scratch& scratch) {
+// The greatest v such that {value(x) >= v} has the weight count + share * (weight of all), among x >= least.
+template <typename T, typename Value, typename Weigh>
+__device__ float threshold(const Row<T>& row, float least, double count, double share, Value value, Weigh weigh,
+                           Scratch& scratch) {
     unsigned prefix = 0;
     int shift = 32;
     for (int level = 0; level < kLevels; ++level) {
@@ -126,7 +104,7 @@ __device__ float threshold(const Row<T>& row, float least, double count, double 
         __syncthreads();
         for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
             const float x = row(id);
-            const unsigned key = order_key(x);
+            const unsigned key = order_key(value(x));
             const bool inside = level == 0 || key >> (shift + bits) == prefix;
             if (x >= least && inside) add_to_bin(scratch, key >> shift & ((1u << bits) - 1), weigh(x));
         }
@@ -138,6 +116,33 @@ __device__ float threshold(const Row<T>& row, float least, double count, double 
     return key_value(prefix);
 }
 
+// What typical-p (Meister et al., 2022) keeps of the logits from `least` on: those at most so far from the mean of the
+// scaled logits, which is a range.
+template <typename T>
+__device__ Range typical_range(const Row<T>& row, float least, float peak, const Parameters& p, Scratch& scratch) {
+    auto scaled = [&](float x) { return (x - peak) / p.temperature; };
+    double mass = 0.0, moment = 0.0;
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
+        const float x = row(id), m = x >= least ? expf(scaled(x)) : 0.0f;
+        mass += m;
+        if (m > 0.0f) moment += static_cast<double>(m) * scaled(x);
+    }
+    mass = block_reduce(mass, scratch.partials.doubles, Sum());
+    const float mean = static_cast<float>(block_reduce(moment, scratch.partials.doubles, Sum()) / mass);
+    auto typicality = [&](float x) { return -fabsf(scaled(x) - mean); };
+    auto weigh = [&](float x) { return static_cast<Key>(expf(scaled(x)) * kFullMass); };
+    const float limit = threshold(row, least, 0.0, p.typical_p, typicality, weigh, scratch);
+    float low = negative_infinity(), high = negative_infinity();  // of -x and of x
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
+        const float x = row(id);
+        if (!(x >= least && typicality(x) >= limit)) continue;
+        low = Max()(low, -x);
+        high = Max()(high, x);
+    }
+    low = block_reduce(low, scratch.partials.floats, Max());
+    return {-low, block_reduce(high, scratch.partials.floats, Max())};
+}
+
 // max(least, peak + temperature * ln(min_p)), rounded up so that no lesser logit is kept.
 __device__ float min_p_bound(float least, float peak, float temperature, float min_p) {
     const double bound = peak + static_cast<double>(temperature) * log(static_cast<double>(min_p));
@@ -146,75 +151,79 @@ __device__ float min_p_bound(float least, float peak, float temperature, float m
     return rounded > least ? rounded : least;
 }
 
-// Gumbel-max over the logits that are at least `least`.
+// Gumbel-max over the logits within a range.
 template <typename T>
-__device__ int draw(const Row<T>& row, float peak, float least, float temperature, unsigned long long seed,
-                    unsigned long long position, Scratch& scratch) {
+__device__ int draw(const Row<T>& row, float peak, const Range& range, const Parameters& p, Scratch& scratch) {
     Key best = 0;
-    float bound = kNoiseAtLeast;  // the peak's score is not below it
+    float bound = (range.greatest - peak) / p.temperature + kNoiseAtLeast;  // of the score of the greatest
     const int counters = (row.vocab + kNoiseIds - 1) / kNoiseIds * kNoiseCounters;
     for (int index = threadIdx.x; index < counters; index += blockDim.x) {
         float scaled[kNoiseWords], noise[kNoiseWords];
-        bool any = false;
+        bool kept[kNoiseWords], any = false;
 #pragma unroll
         for (int w = 0; w < kNoiseWords; ++w) {
             const int id = noise_id(index, w);
             const float x = id < row.vocab ? row(id) : negative_infinity();
-            scaled[w] = x >= least ? (x - peak) / temperature : negative_infinity();
-            any |= scaled[w] + kNoiseAtMost >= bound;
+            scaled[w] = (x - peak) / p.temperature;
+            kept[w] = x >= range.least && x <= range.greatest && scaled[w] + kNoiseAtMost >= bound;
+            any |= kept[w];
         }
         if (!any) continue;
-        gumbel_noise(seed, position, index, noise);
+        gumbel_noise(p.seed, p.position, index, noise);
 #pragma unroll
         for (int w = 0; w < kNoiseWords; ++w) {
+            if (!kept[w]) continue;
             const float score = scaled[w] + noise[w];
-            if (score > negative_infinity()) best = Max()(best, ranked(score, noise_id(index, w)));
-            bound = score > bound ? score : bound;
+            best = Max()(best, ranked(score, noise_id(index, w)));
+            bound = Max()(bound, score);
         }
     }
-    return ranked_id(block_reduce(best, scratch.keys, Max()));
+    return ranked_id(block_reduce(best, scratch.partials.keys, Max()));
 }
 
 // Draw from a row that has at least one id above -inf.
 template <typename T>
 __device__ int draw_token(const Row<T>& row, Key peak, const Parameters& p, Scratch& scratch) {
     if (p.temperature < kGreedyTemperature) return ranked_id(peak);
-    const float greatest = ranked_value(peak), temperature = p.temperature;
+    const float greatest = ranked_value(peak);
+    auto logit = [](float x) { return x; };
+    auto one = [](float) { return Key(1); };
+    auto mass = [&](float x) { return static_cast<Key>(expf((x - greatest) / p.temperature) * kFullMass); };
     float least = kLeast;
-    if (p.top_k > 0) least = threshold(row, least, p.top_k, 0.0, [](float) { return Key(1); }, scratch);
-    if (p.top_p < 1.0f) {
-        auto mass = [=](float x) { return static_cast<Key>(expf((x - greatest) / temperature) * kFullMass); };
-        least = threshold(row, least, 0.0, p.top_p, mass, scratch);
-    }
-    if (p.min_p > 0.0f) least = min_p_bound(least, greatest, temperature, p.min_p);
-    return draw(row, greatest, least, temperature, p.seed, p.position, scratch);
+    if (p.top_k > 0) least = threshold(row, least, p.top_k, 0.0, logit, one, scratch);
+    if (p.top_p < 1.0f) least = threshold(row, least, 0.0, p.top_p, logit, mass, scratch);
+    if (p.min_p > 0.0f) least = min_p_bound(least, greatest, p.temperature, p.min_p);
+    Range range = {least, greatest};
+    if (p.typical_p < 1.0f) range = typical_range(row, least, greatest, p, scratch);
+    return draw(row, greatest, range, p, scratch);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(1024)
 sample(const T* __restrict__ logits, const float* __restrict__ processed, const int* __restrict__ processed_index,
        const float* __restrict__ temperature, const int* __restrict__ top_k, const float* __restrict__ top_p,
-       const float* __restrict__ min_p, const unsigned long long* __restrict__ seed,
-       const long long* __restrict__ position, const unsigned char* __restrict__ want_logprob,
-       int* __restrict__ token_ids, float* __restrict__ logprobs, int* __restrict__ failed, int vocab) {
+       const float* __restrict__ min_p, const float* __restrict__ typical_p,
+       const unsigned long long* __restrict__ seed, const long long* __restrict__ position,
+       const unsigned char* __restrict__ want_logprob, int* __restrict__ token_ids, float* __restrict__ logprobs,
+       int* __restrict__ failed, int vocab) {
     __shared__ Scratch scratch;
     const int i = blockIdx.x, index = processed_index[i];
     const Row<T> row = {logits + static_cast<size_t>(i) * vocab, vocab};
     const Row<float> changed = {processed + static_cast<size_t>(index < 0 ? 0 : index) * vocab, vocab};
 
     const bool is_finite = all_finite(row);
-    const Key model_peak = peak_of(row, scratch);
-    const Key peak = index < 0 ? model_peak : peak_of(changed, scratch);
+    const Key model_peak = peak_of(row, scratch.partials);
+    const Key peak = index < 0 ? model_peak : peak_of(changed, scratch.partials);
     const bool can_sample = is_finite && ranked_value(peak) > negative_infinity();
     int token = 0;
     float logprob = 0.0f;
     if (can_sample) {
-        const Parameters p = {temperature[i], top_p[i], min_p[i], top_k[i], seed[i],
+        const Parameters p = {temperature[i], top_p[i], min_p[i], typical_p[i], top_k[i], seed[i],
                               static_cast<unsigned long long>(position[i])};
         token = index < 0 ? draw_token(row, peak, p, scratch) : draw_token(changed, peak, p, scratch);
         if (want_logprob[i]) {
             const float greatest = ranked_value(model_peak);
-            logprob = (row(token) - greatest) - log_mass(row, greatest, scratch);
+            logprob = (row(token) - greatest) - log_mass(row, greatest, scratch.partials);
         }
     }
     if (threadIdx.x == 0) {

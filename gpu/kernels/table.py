@@ -7,10 +7,10 @@ launch, wherever it occurs, scalar parameters included; `2*width` is twice that 
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -161,8 +161,19 @@ PROCESS = Kernel(
         "row: int32[processed_rows]",
         "mask_index: int32[rows]",
         "mask_words: uint32[masks, words]",
+        "bias_index: int32[rows]",
+        "bias_offsets: int32[biases]",
+        "bias_ids: int32[num_bias_ids]",
+        "bias_values: float32[num_bias_ids]",
         "masked_ids: int32[rows, masked_width]",
         "num_masked: int32[rows]",
+        "history_index: int32[rows]",
+        "history_offsets: int32[histories]",
+        "history_ids: int32[num_history_ids]",
+        "history_counts: int32[num_history_ids]",
+        "repetition: float32[rows]",
+        "frequency: float32[rows]",
+        "presence: float32[rows]",
         "out: float32[processed_rows, vocab]",
         "vocab: int32",
         "words: int32",
@@ -182,6 +193,7 @@ SAMPLE = Kernel(
         "top_k: int32[rows]",
         "top_p: float32[rows]",
         "min_p: float32[rows]",
+        "typical_p: float32[rows]",
         "seed: uint64[rows]",
         "position: int64[rows]",
         "want_logprob: uint8[rows]",
@@ -192,54 +204,78 @@ SAMPLE = Kernel(
     ),
     EVERY_TYPE,
 )
+SCORE = Kernel(
+    "score",
+    "score.cu",
+    1024,
+    (
+        "logits: T[rows, vocab]",
+        "row: int32[tokens]",
+        "token_ids: int32[tokens]",
+        "logprobs: float32[tokens]",
+        "ranks: int32[tokens]",
+        "top_ids: int32[tokens, num_top]",
+        "top_logprobs: float32[tokens, num_top]",
+        "vocab: int32",
+        "num_top: int32",
+    ),
+    EVERY_TYPE,
+)
 
-_HEAD_DIMS = (64, 80, 96, 128, 256)
-_BLOCK_SIZES = (16, 32)
+ATTENTION_TYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32)
+WIDE_WARPS = 4
+FMA_ROWS = 4
 PAGED_ATTENTION = Kernel(
     "paged_attention",
     "paged_attention.cu",
-    128,
+    32,
     (
-        "q: T[tokens, q_stride]",
-        "k_cache: T[num_blocks, kv_heads, block_size, head_dim]",
-        "v_cache: T[num_blocks, kv_heads, block_size, head_dim]",
-        "block_table: int32[table_rows, max_blocks]",
+        "queries: T[tokens, query_stride]",
+        "keys: T[num_blocks, num_kv_heads, block_size, head_dim]",
+        "values: T[num_blocks, num_kv_heads, block_size, head_dim]",
+        "block_table: int32[num_rows, max_blocks]",
         "items: int32[num_items, 8]",
         "count: int32[1]",
-        "out: T[tokens, q_stride]",
-        "partial_out: float32[partials, kv_heads, head_dim]",
-        "partial_stats: float32[partials, kv_heads, 2]",
-        "kv_heads: int32",
+        "out: T[tokens, width]",
+        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
+        "partial_stats: float32[partial_rows, num_kv_heads, 2]",
+        "num_kv_heads: int32",
         "group: int32",
         "max_blocks: int32",
-        "q_stride: int32",
+        "query_stride: int32",
         "window: int32",
         "scale_log2: float32",
         "soft_cap: float32",
     ),
-    tuple(itertools.product(("bfloat16", "float16"), _HEAD_DIMS, _BLOCK_SIZES, (1, 4))),
+    tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (1,))),
 )
-PAGED_ATTENTION_FMA = Kernel(
-    "paged_attention_fma",
-    "paged_attention_fma.cu",
-    32,
-    PAGED_ATTENTION.signature,
-    tuple(itertools.product(("float32",), _HEAD_DIMS, _BLOCK_SIZES, (4,))),
+PAGED_ATTENTION_WIDE = replace(
+    PAGED_ATTENTION,
+    threads=32 * WIDE_WARPS,
+    instantiations=tuple(product(ATTENTION_TYPES, HEAD_DIMS, BLOCK_SIZES, (WIDE_WARPS,))),
+)
+PAGED_ATTENTION_FMA = replace(
+    PAGED_ATTENTION,
+    name="paged_attention_fma",
+    file="paged_attention_fma.cu",
+    instantiations=tuple(product(("float32",), HEAD_DIMS, BLOCK_SIZES, (FMA_ROWS,))),
 )
 MERGE_SPLITS = Kernel(
     "merge_splits",
     "attention_merge.cu",
-    64,
+    128,
     (
-        "partial_out: float32[partials, kv_heads, head_dim]",
-        "partial_stats: float32[partials, kv_heads, 2]",
-        "items: int32[num_items, 5]",
+        "partial_out: float32[partial_rows, num_kv_heads, head_dim]",
+        "partial_stats: float32[partial_rows, num_kv_heads, 2]",
+        "items: int32[max_items, item_fields]",
         "count: int32[1]",
         "out: T[tokens, width]",
-        "kv_heads: int32",
+        "num_kv_heads: int32",
         "group: int32",
     ),
-    tuple(itertools.product(TYPES, _HEAD_DIMS, (2,))),
+    tuple(product(TYPES, HEAD_DIMS, (4,))),
 )
 
 KERNELS = (
@@ -250,7 +286,9 @@ KERNELS = (
     GELU_AND_MUL,
     PROCESS,
     SAMPLE,
+    SCORE,
     PAGED_ATTENTION,
+    PAGED_ATTENTION_WIDE,
     PAGED_ATTENTION_FMA,
     MERGE_SPLITS,
 )

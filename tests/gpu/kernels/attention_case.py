@@ -171,7 +171,7 @@ class AttentionKernels:
 def attention_kernels(dtype: str, head_dim: int, block_size: int, folder: Path = FOLDER) -> AttentionKernels:
     """Load the kernels that a model would use, or their copies in another folder."""
     narrow, wide = attention_launches(dtype, head_dim, block_size)
-    merge = AttentionLaunch(MERGE_SPLITS, (dtype, head_dim, MERGE_SPLITS.threads // 32), MERGE_SPLITS.threads, 1, 0)
+    merge = AttentionLaunch(MERGE_SPLITS, (dtype, head_dim, MERGE_SPLITS.threads // 32), 1, 0)
     return AttentionKernels(load(narrow, folder), wide and load(wide, folder), load(merge, folder))
 
 
@@ -179,7 +179,7 @@ def load(launch: AttentionLaunch, folder: Path) -> Launch:
     """One instantiation on the checker."""
     name = launch.kernel.expression(launch.template)
     module = simt.RawModule(path=folder / launch.kernel.file, options=[f"-I{folder}"], name_expressions=[name])
-    return Launch(module.get_function(name), launch.threads, launch.shared_bytes)
+    return Launch(module.get_function(name), launch.kernel.threads, launch.shared_bytes)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
