@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation gpu-check wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -61,6 +61,9 @@ bench-sampling: $(VENV)/.built ## What drawing a token costs by what the request
 
 bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six kinds at 1, 4 and 16 streams, as JSON lines.
 	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+
+gpu-check: $(VENV)/.built ## Check and measure the CUDA device in four minutes, ending with a table (DRY=1: without a GPU, on the checker).
+	@$(BIN)/python benchmarks/gpu_check.py $(if $(DRY),--dry) $(ARGS)
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh

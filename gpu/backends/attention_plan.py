@@ -1,7 +1,7 @@
 """The work list of the attention kernels: who computes which rows over which part of their context.
 
 A sequence with Q tokens in the step has Q * group query rows for each KV head, token-major. They are cut into tiles: of
-`NARROW_ROWS` rows, which one warp computes, or of `wide_rows` rows, which a block computes. A tile's context is cut
+`narrow_rows` rows, which one warp computes, or of `wide_rows` rows, which a block computes. A tile's context is cut
 into splits of `SPLIT` tokens, always at multiples of it. A tile is one item that covers all its splits, or an item a
 split with partial results that `merge_splits` folds. Each row's bits are the same in every case
 (gpu/kernels/attention.cuh), so the plan may look at the whole batch: it decides how long a step takes, never what it
@@ -20,12 +20,11 @@ from foreword.scheduler.step import BoolArray, Int32Array, Int64Array
 
 SPLIT = 256
 """Tokens in a split: kSplit of gpu/kernels/attention.cuh."""
-NARROW_ROWS = 16
 ITEM_FIELDS = 8
 """query_begin, query_len, context_len, table_row, first_row, split_begin, split_end, partial."""
 MERGE_FIELDS = 5
 """token, group_head, partial, stride, num_splits."""
-_WIDE_FROM = 2 * NARROW_ROWS  # more rows than this share keys and values in a block
+_WIDE_FROM = 2  # a sequence with more rows than this many narrow tiles gets wide ones
 _SHARE = 4  # a tile stays whole when it is at most 1 / _SHARE of what each worker has to do
 
 
@@ -34,7 +33,7 @@ class AttentionPlan:
     """One step's attention, for every KV head and layer.
 
     Attributes:
-        narrow: int32 `[N, ITEM_FIELDS]` tiles of `NARROW_ROWS` rows, longest first.
+        narrow: int32 `[N, ITEM_FIELDS]` tiles of `narrow_rows` rows, longest first.
         wide: int32 `[M, ITEM_FIELDS]` tiles of `wide_rows` rows, longest first.
         merges: int32 `[R, MERGE_FIELDS]` rows whose partial results are to be folded.
         num_partials: partial rows used.
@@ -54,8 +53,8 @@ class AttentionPlanner:
         group: query heads of a KV head, 1 or more.
         num_kv_heads: KV heads; each computes every item.
         window: keys a token sees, itself included; None for all.
-        wide_rows: rows of a wide tile, a multiple of `NARROW_ROWS`; 0 if there are no wide tiles.
         narrow_rows: rows of a narrow tile.
+        wide_rows: rows of a wide tile; 0 if there are none.
         num_workers: warps that run at once on the device.
         max_partials: partial rows that its workspace has room for.
     """
@@ -63,10 +62,10 @@ class AttentionPlanner:
     group: int
     num_kv_heads: int
     window: int | None
+    narrow_rows: int
     wide_rows: int
     num_workers: int
     max_partials: int
-    narrow_rows: int = NARROW_ROWS
 
     def plan(self, query_offsets: Int32Array, context_lens: Int32Array, rows: Int32Array) -> AttentionPlan:
         """Cut a step into work.
@@ -78,7 +77,7 @@ class AttentionPlanner:
         """
         query_lens = np.diff(query_offsets)
         num_rows = query_lens * self.group
-        is_wide = (num_rows > _WIDE_FROM) & (self.wide_rows > 0)
+        is_wide = (num_rows > _WIDE_FROM * self.narrow_rows) & (self.wide_rows > 0)
         tile_rows = np.where(is_wide, self.wide_rows, self.narrow_rows)
         num_tiles = -(-num_rows // tile_rows)
 

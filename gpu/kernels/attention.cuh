@@ -47,27 +47,33 @@ __device__ __forceinline__ TokenRange visible_tokens(const AttentionItem& item, 
 template <int D, int BLOCK, int THREADS, typename T, int STAGE, int ROW>
 __device__ __forceinline__ void fetch_tokens(T (&keys)[STAGE][ROW], T (&values)[STAGE][ROW], int token, TokenRange range,
                                              const T* k_cache, const T* v_cache, const int* blocks, int kv_heads, int head) {
-    constexpr int VECTOR = 16 / sizeof(T);
+    constexpr int VECTOR = 16 / sizeof(T), CHUNKS = D / VECTOR, ROUNDS = (BLOCK * CHUNKS + THREADS - 1) / THREADS;
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int b = 0; b < STAGE; b += BLOCK) {
         const int first = token + b;
         const bool used = first < range.end && first + BLOCK > range.begin;
         const int block = used ? __ldg(blocks + first / BLOCK) : 0;
-        const size_t base = ((size_t)block * kv_heads + head) * BLOCK * D;
+        const size_t from = ((size_t)block * kv_heads + head) * BLOCK * D + thread * VECTOR;
 #pragma unroll
-        for (int c = threadIdx.x; c < BLOCK * D / VECTOR; c += THREADS) {
-            const int t = c / (D / VECTOR), d = c % (D / VECTOR) * VECTOR;
+        for (int i = 0; i < ROUNDS; ++i) {
+            const int c = i * THREADS + thread;
+            if (BLOCK * CHUNKS % THREADS != 0 && c >= BLOCK * CHUNKS) break;
+            // where a row is a whole fraction of the threads, a round adds a constant to every address
+            const int t = THREADS % CHUNKS == 0 ? thread / CHUNKS + i * (THREADS / CHUNKS) : c / CHUNKS;
+            const int d = THREADS % CHUNKS == 0 ? thread % CHUNKS * VECTOR : c % CHUNKS * VECTOR;
             const bool on = first + t >= range.begin && first + t < range.end;
-            copy_async(&keys[b + t][d], k_cache + base + c * VECTOR, on);
-            copy_async(&values[b + t][d], v_cache + base + c * VECTOR, on);
+            copy_async(&keys[b + t][d], k_cache + from + i * THREADS * VECTOR, on);
+            copy_async(&values[b + t][d], v_cache + from + i * THREADS * VECTOR, on);
         }
     }
 }
 
-// cap * tanh(score / cap), both in units of log2: tanh x = 1 - 2 / (exp(2 x) + 1).
+// cap * tanh(score / cap), score and result in units of log2: tanh x = 1 - 2 / (exp(2 x) + 1). The fast division is
+// exact enough: its error is relative to a term of at most 2, and it gives 0 for what is too large.
 __device__ __forceinline__ float capped_score(float score, float soft_cap) {
-    const float growth = exp2_fast(__fmul_rn(score, __fdiv_rn(2.f, soft_cap)));
-    return __fmul_rn(soft_cap * 1.4426950408889634f, __fsub_rn(1.f, __fdiv_rn(2.f, __fadd_rn(growth, 1.f))));
+    const float growth = exp2_fast(__fmul_rn(score, __fdividef(2.f, soft_cap)));
+    return __fmul_rn(soft_cap * 1.4426950408889634f, __fsub_rn(1.f, __fdividef(2.f, __fadd_rn(growth, 1.f))));
 }
 
 // Fold a split (max, sum of weights) into the splits before it; returns the factors of their weighted sums.
@@ -87,4 +93,4 @@ __device__ __forceinline__ float fold(float before, float split, FoldFactors f) 
 }
 
 // What the weighted sum is multiplied by in the end. A row that saw nothing becomes 0; NaN stays NaN.
-__device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.f : __frcp_rn(sum); }
+__device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.f : __fdividef(1.f, sum); }

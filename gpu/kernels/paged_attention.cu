@@ -42,7 +42,7 @@ template <typename T, int D> struct RowTile {
             for (int i = 0; i < 4; ++i) out[j][i] = 0.f;
     }
 
-    // Take the rows first_row..first_row + 15; `scratch` is the warp's own.
+    // Take the rows first_row..first_row + 15; `scratch` is the warp's own, and the next barrier orders it.
     __device__ __forceinline__ void load(const T* queries, const AttentionItem& item, int first_row, int group, int window,
                                          int q_stride, T (*scratch)[ROW]) {
         const int lane = threadIdx.x % 32;
@@ -63,7 +63,6 @@ template <typename T, int D> struct RowTile {
                 else *reinterpret_cast<u32*>(&scratch[r][c]) = pair;
             }
         }
-        if constexpr (!RESIDENT) __syncwarp();
     }
 
     __device__ __forceinline__ void query_fragment(u32 (&a)[4], int k) const {
@@ -253,12 +252,12 @@ paged_attention(const T* __restrict__ q, const T* __restrict__ k_cache, const T*
                 rows.clear();
                 continue;
             }
+            const float scale[2] = {inverse_sum(total_sum[0]), inverse_sum(total_sum[1])};
             rows.for_each_pair([&](int r, int c, int h, int j) {
                 const int row = first_row + r, token_of_row = item.query_begin + row / group;
                 T* at = out + ((size_t)token_of_row * kv_heads * group + head * group + row % group) * D + c;
-                const float scale = inverse_sum(total_sum[h]);
                 *reinterpret_cast<u32*>(at) =
-                    pack<T>(__fmul_rn(rows.out[j][2 * h], scale), __fmul_rn(rows.out[j][2 * h + 1], scale));
+                    pack<T>(__fmul_rn(rows.out[j][2 * h], scale[h]), __fmul_rn(rows.out[j][2 * h + 1], scale[h]));
             });
         }
     }

@@ -135,9 +135,8 @@ def _compile(flags: list[str], source: Path, target: Path) -> None:
 
 
 def _digest(texts: list[str], files: list[Path]) -> str:
-    content = b"\0".join(
-        [*(text.encode() for text in [*FLAGS, *texts]), *(path.read_bytes() for path in sorted(files))]
-    )
+    ordered = sorted(files, key=lambda path: path.name)
+    content = b"\0".join([text.encode() for text in [*FLAGS, *texts]] + [path.read_bytes() for path in ordered])
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -12,8 +12,8 @@ Sequences = list[tuple[int, int]]
 
 
 def planner(**changes: object) -> AttentionPlanner:
-    fields = {"group": 4, "num_kv_heads": 8, "window": None, "wide_rows": 64, "num_workers": 500, "max_partials": 10**6}
-    return AttentionPlanner(**(fields | changes))
+    fields = {"group": 4, "num_kv_heads": 8, "window": None, "narrow_rows": 16, "wide_rows": 64}
+    return AttentionPlanner(**(fields | {"num_workers": 500, "max_partials": 10**6} | changes))
 
 
 def plan(sequences: Sequences, **changes: object) -> AttentionPlan:

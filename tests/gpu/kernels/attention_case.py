@@ -10,8 +10,8 @@ import numpy as np
 import simt
 
 from foreword.gpu.backends.attention_plan import AttentionPlan, AttentionPlanner
-from foreword.gpu.kernels.attention import attention_launches
-from foreword.gpu.kernels.table import FMA_ROWS, FOLDER, MERGE_SPLITS, Kernel, TemplateArgument
+from foreword.gpu.kernels.attention import AttentionLaunch, attention_launches
+from foreword.gpu.kernels.table import FOLDER, MERGE_SPLITS
 
 LOG2E = 1.4426950408889634
 POISON = {"float32": 0x7FC0DEAD, "float16": 0x7E01, "bfloat16": 0x7FC1}  # NaN
@@ -87,10 +87,9 @@ class AttentionCase:
         return self.head_dim**-0.5
 
     def planner(self, **changes: Any) -> AttentionPlanner:
-        fields = {"wide_rows": 64, "num_workers": 8, "max_partials": 4096}
-        if self.dtype == "float32":
-            fields |= {"wide_rows": 0, "narrow_rows": FMA_ROWS}
-        fields |= changes
+        narrow, wide = attention_launches(self.dtype, self.head_dim, self.block_size)
+        fields = {"narrow_rows": narrow.rows, "wide_rows": wide.rows if wide else 0}
+        fields |= {"num_workers": 8, "max_partials": 4096} | changes
         return AttentionPlanner(self.group, self.num_kv_heads, self.window, **fields)
 
     def plan(self, **changes: Any) -> AttentionPlan:
@@ -172,18 +171,15 @@ class AttentionKernels:
 def attention_kernels(dtype: str, head_dim: int, block_size: int, folder: Path = FOLDER) -> AttentionKernels:
     """Load the kernels that a model would use, or their copies in another folder."""
     narrow, wide = attention_launches(dtype, head_dim, block_size)
-    return AttentionKernels(
-        load(narrow.kernel, narrow.template, narrow.shared_bytes, folder),
-        wide and load(wide.kernel, wide.template, wide.shared_bytes, folder),
-        load(MERGE_SPLITS, (dtype, head_dim, 4), 0, folder),
-    )
+    merge = AttentionLaunch(MERGE_SPLITS, (dtype, head_dim, MERGE_SPLITS.threads // 32), 1, 0)
+    return AttentionKernels(load(narrow, folder), wide and load(wide, folder), load(merge, folder))
 
 
-def load(kernel: Kernel, template: tuple[TemplateArgument, ...], shared_bytes: int, folder: Path) -> Launch:
+def load(launch: AttentionLaunch, folder: Path) -> Launch:
     """One instantiation on the checker."""
-    name = kernel.expression(template)
-    module = simt.RawModule(path=folder / kernel.file, options=[f"-I{folder}"], name_expressions=[name])
-    return Launch(module.get_function(name), kernel.threads, shared_bytes)
+    name = launch.kernel.expression(launch.template)
+    module = simt.RawModule(path=folder / launch.kernel.file, options=[f"-I{folder}"], name_expressions=[name])
+    return Launch(module.get_function(name), launch.kernel.threads, launch.shared_bytes)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -61,7 +61,6 @@ ATTENTION = (
         "if (own.end == 0) break; commit_copies(); wait",
         (PLAIN,),
     ),
-    Defect("queries read before they are written", TENSOR, "if constexpr (!RESIDENT) __syncwarp();", "", (THREAD,)),
     Defect("wait one group short", TENSOR, "wait_for_copies<1>", "wait_for_copies<2>", (PLAIN, SHUFFLED)),
     Defect("copies never waited for", TENSOR, "wait_for_copies<1>();", "", (PLAIN, SHUFFLED)),
     Defect(
@@ -89,27 +88,22 @@ ATTENTION = (
     Defect(
         "partial rows of the tile's first warp", TENSOR, "item.partial + tile_row + r", "item.partial + r", (PLAIN,)
     ),
-    Defect("writes rows past the end", TENSOR, "if (num_seen[h])", "if (true)", (PLAIN,)),
+    Defect("writes rows past the end", TENSOR, "if (num_seen[h])", "if (true)", (ADDRESS,)),
     Defect("causal mask off by one", TENSOR, "position + 1 - first_seen[h]", "position - first_seen[h]", (PLAIN,)),
     Defect("window one too wide", TENSOR, "position - window + 1", "position - window", (PLAIN,)),
-    Defect(
-        "block of the next tokens", SHARED, "blocks + first / BLOCK", "blocks + first / BLOCK + 1", (PLAIN, ADDRESS)
-    ),
-    Defect(
-        "stale table entries are followed", SHARED, "const int block = used ?", "const int block = true ?", (ADDRESS,)
-    ),
+    Defect("block of the next tokens", SHARED, "blocks + first / BLOCK", "blocks + first / BLOCK + 1", (ADDRESS,)),
     Defect("tokens past the end are copied", SHARED, "first + t < range.end;", "true;", (PLAIN,)),
     Defect(
         "misaligned copy", SHARED, "v_cache + base + c * VECTOR", "v_cache + base + c * VECTOR + 1", (PLAIN, SHUFFLED)
     ),
     Defect("fold ignores the maximum", SHARED, "exp2_fast(max - joint)", "1.f", (PLAIN,)),
-    Defect("cap at half", SHARED, "__fdiv_rn(2.f, soft_cap)", "__fdiv_rn(1.f, soft_cap)", (PLAIN,)),
+    Defect("cap at half", SHARED, "__fdividef(2.f, soft_cap)", "__fdividef(1.f, soft_cap)", (PLAIN,)),
     Defect("one split too few", MERGE, "s < item.num_splits", "s < item.num_splits - 1", (PLAIN,)),
     Defect("stride of a split ignored", MERGE, "s * item.stride", "s", (PLAIN,)),
     Defect("partial rows read past the end", MERGE, "s < item.num_splits", "s < item.num_splits + 1", (PLAIN, ADDRESS)),
     Defect("weights read before they are written", FMA, "__syncwarp();", "", (THREAD,), 0),
     Defect("no barrier after copies have landed", FMA, "__syncwarp();", "", (THREAD,), 1),
     Defect("no barrier before a stage is reused", FMA, "__syncwarp();", "", (THREAD,), 2),
-    Defect("columns past the head", FMA, "j * 32 + threadIdx.x < D", "true", (PLAIN, ADDRESS)),
+    Defect("columns past the head", FMA, "j * 32 + threadIdx.x < D", "true", (ADDRESS,)),
     Defect("sum is not rescaled", FMA, "__fmaf_rn(sum[r], factor, weight)", "sum[r] + weight", (PLAIN,)),
 )
