@@ -46,6 +46,7 @@ class _Sequence:
     num_computed: int = 0
     num_computed_max: int = 0
     prefill_end: int = 0
+    leader: _Sequence | None = None  # the output of the same request that computes the prompt, until it has or ends
     is_paused: bool = False
     num_scheduled: int = 0  # tokens in the plan that has not been applied
     num_overtaken: int = 0
@@ -74,6 +75,11 @@ class _Sequence:
     @property
     def is_prefill(self) -> bool:
         return self.num_computed < self.prefill_end
+
+    @property
+    def is_ready(self) -> bool:
+        """It may be scheduled."""
+        return not self.is_paused and self.leader is None
 
     @property
     def has_progress(self) -> bool:
@@ -125,20 +131,23 @@ class ReferenceScheduler:
         self.num_drafts_dropped = 0
         self.step_start_ns = 0
         self.measured_tokens = 0  # of the step under way
-        self.num_tokens_per_duration = (0, 0)  # decaying sums
+        self.measured = (0, 0, 0)  # steps, their tokens, their nanoseconds
 
     # Requests
 
     def add(self, request: Request, now_ns: int) -> None:
         """Queue a request."""
         self.now_ns = max(self.now_ns, now_ns)
-        if request.request_key in self.sequences:
-            raise DuplicateRequest("active")
         prompt = request.prompt_token_ids.tolist()
         if not prompt or min(prompt) < 0 or request.stopping.max_output_tokens < 1:
             raise ValueError("malformed request")
         if abs(request.priority) > 100:
             raise ValueError("priority")
+        if not 1 <= request.num_outputs <= self.config.max_num_waiting:
+            raise ValueError("number of outputs")
+        outputs = [request.output(i) for i in range(request.num_outputs)]
+        if any(output.request_key in self.sequences for output in outputs):
+            raise DuplicateRequest("active")
         max_tokens = len(prompt) + request.stopping.max_output_tokens
         if max_tokens > self.config.max_model_len or self._num_blocks_for(max_tokens - 1) > self.config.num_blocks:
             raise ContextLengthExceeded("too long")
@@ -146,23 +155,38 @@ class ReferenceScheduler:
             raise DeadlineInfeasible("too late")
         waiting = self._waiting()
         capacity = self.config.max_num_waiting + self.config.max_num_sequences
-        if len(waiting) >= self.config.max_num_waiting or len(self.sequences) >= capacity:
+        if len(waiting) + len(outputs) > self.config.max_num_waiting:
             raise QueueFull("requests")
-        if waiting and sum(s.num_prompt for s in waiting) + len(prompt) > self.config.max_num_waiting_tokens:
+        if len(self.sequences) + len(outputs) > capacity:
+            raise QueueFull("requests")
+        num_tokens = len(outputs) * len(prompt)
+        if waiting and sum(s.num_prompt for s in waiting) + num_tokens > self.config.max_num_waiting_tokens:
             raise QueueFull("tokens")
-        s = _Sequence(request, self.num_added, prompt)
-        self.sequences[request.request_key] = s
-        self.num_added += 1
-        self.waiting.open_flow(request)
-        self.waiting.push(s, self.now_ns)
+        leader = None
+        for output in outputs:
+            s = _Sequence(output, self.num_added, list(prompt), leader=leader)
+            self.sequences[output.request_key] = s
+            self.num_added += 1
+            self.waiting.open_flow(output)
+            if leader is None:
+                leader = s
+                self.waiting.push(s, self.now_ns)
 
     def _wait_ns(self, request: Request) -> int:
         """Time for the tokens that go before a new request, as far as past steps tell."""
-        num_measured, duration_ns = self.num_tokens_per_duration
+        _, num_measured, duration_ns = self.measured
         if not num_measured:
             return 0
         num_running = sum(s.prefill_end - s.num_computed for s in self._running() if s.is_prefill)
         return (num_running + self.waiting.num_tokens_before(request)) * duration_ns // num_measured
+
+    def _queue_followers(self, leader: _Sequence) -> None:
+        """Its prompt is computed or never will be: those that waited for it are on their own."""
+        for s in self._active():
+            if s.leader is leader:
+                s.leader = None
+                if not s.is_paused:
+                    self.waiting.push(s, self.now_ns)
 
     def cancel(self, request_key: int) -> bool:
         """End a request."""
@@ -185,7 +209,7 @@ class ReferenceScheduler:
         """Undo `pause`."""
         if (s := self._find(request_key)) is None:
             return False
-        if s.is_paused and s.row is None:
+        if s.is_paused and s.row is None and not s.leader:
             self.waiting.push(s, self.now_ns)
         s.is_paused = False
         return True
@@ -220,11 +244,10 @@ class ReferenceScheduler:
         """The last step has taken until now, if it was at least half full and there was no pause after it."""
         duration_ns = self.now_ns - self.step_start_ns
         if self.measured_tokens and duration_ns:
-            num_tokens, total_ns = self.num_tokens_per_duration
-            self.num_tokens_per_duration = (
-                num_tokens - num_tokens // 8 + self.measured_tokens,
-                total_ns - total_ns // 8 + duration_ns,
-            )
+            num_steps, num_tokens, total_ns = self.measured
+            self.measured = (num_steps + 1, num_tokens + self.measured_tokens, total_ns + duration_ns)
+            if num_steps + 1 == 16:
+                self.measured = (8, self.measured[1] // 2, self.measured[2] // 2)
         self.measured_tokens = 0
 
     def _set_draft_budget(self, prefills: list[_Sequence]) -> None:
@@ -395,6 +418,8 @@ class ReferenceScheduler:
 
     def _end(self, s: _Sequence, reason: FinishReason) -> None:
         s.finish_reason = reason
+        s.leader = None
+        self._queue_followers(s)
         self.ended.append(s)
         self.waiting.discard(s)
         if s.row is not None and not s.num_scheduled:
@@ -425,6 +450,8 @@ class ReferenceScheduler:
             start, end = offsets[b], offsets[b + 1]
             record = self._commit(s, token_ids[start:end], failed[b])
             self.waiting.charge(s, record[2])
+            if s.num_computed >= s.num_prompt or s.finish_reason:
+                self._queue_followers(s)
             updates.append(record)
             if drafts is not None and not s.is_paused and not s.finish_reason:
                 num_left = s.request.stopping.max_output_tokens - s.num_output
@@ -529,7 +556,7 @@ class ReferenceScheduler:
     @property
     def has_work(self) -> bool:
         """A `schedule` would lead to a plan or an update."""
-        return bool(self.ended) or any(not s.is_paused for s in self._active())
+        return bool(self.ended) or any(s.is_ready for s in self._active())
 
     @property
     def next_deadline_ns(self) -> int:

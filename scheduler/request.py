@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
+_SEED_STRIDE = 0x9E37_79B9_7F4A_7C15
+"""Between the seeds of two outputs: odd, so that every output has its own, and large, so that those of requests with
+nearby seeds do not meet."""
+_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,11 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate.
+    """One sequence to generate, or several that go on from the same prompt.
 
     Attributes:
-        request_key: identifies the sequence for its whole life; unique in the server, never the caller's id.
+        request_key: identifies the sequence for its whole life; unique in the server, never the caller's id. Output i
+            of several is a sequence with this key plus i.
         prompt_token_ids: int32 `[num_prompt_tokens]`, at least one.
         arrival_ns: monotonic clock at receipt, nanoseconds.
         deadline_ns: monotonic clock at which the sequence ends with `FinishReason.DEADLINE`; 0 for none.
@@ -62,6 +67,7 @@ class Request:
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
+        num_outputs: sequences, all from this prompt; at least 1.
     """
 
     request_key: int
@@ -76,3 +82,27 @@ class Request:
     bypass_prefix_cache: bool = False
     want_logprobs: bool = False
     max_draft_tokens: int = 16
+    num_outputs: int = 1
+
+    @property
+    def output_keys(self) -> range:
+        """Keys of its outputs."""
+        return range(self.request_key, self.request_key + self.num_outputs)
+
+    def output(self, index: int) -> Request:
+        """The request of one output alone: with a key and a seed of its own, which do not depend on `num_outputs`.
+
+        Outputs that bypass the prefix cache still share their prompt's blocks: under a salt that is no text, so that
+        no caller can give it.
+        """
+        if self.num_outputs == 1:
+            return self
+        is_private = self.bypass_prefix_cache
+        return replace(
+            self,
+            request_key=self.request_key + index,
+            sampling=replace(self.sampling, seed=(self.sampling.seed + index * _SEED_STRIDE) & _SEED_MASK),
+            cache_salt=f"\udcff{self.request_key}" if is_private else self.cache_salt,
+            bypass_prefix_cache=False,
+            num_outputs=1,
+        )

@@ -48,6 +48,8 @@ cdef struct Sequence:
     int32_t num_cached_blocks  # of those, leading ones in the prefix cache: all that are full, unless it bypasses it
     int32_t num_hashed_blocks  # leading blocks of its tokens in block_hashes
     int32_t num_draft  # draft tokens behind its last token
+    int32_t leader  # entry of the output of the same request that computes the prompt for it; -1 once it has or ended
+    int32_t follower  # next one that waits for the same leader, or of the leader the first; -1 for none
     int32_t num_overtaken  # requests behind it that were admitted while it did not fit
     bint bypasses_cache
     bint is_paused

@@ -3,7 +3,7 @@
 cimport cython
 
 cdef enum:
-    DECAY = 8  # a step weighs 1/8 less with every step that follows
+    MAX_STEPS = 16  # then all of them weigh half as much
 
 
 @cython.final
@@ -17,8 +17,13 @@ cdef class Throughput:
 
     cdef void finish(self, int64_t now_ns) noexcept nogil:
         if self.step_tokens and now_ns > self.step_start_ns:
-            self.num_tokens += self.step_tokens - self.num_tokens // DECAY
-            self.duration_ns += now_ns - self.step_start_ns - self.duration_ns // DECAY
+            self.num_tokens += self.step_tokens
+            self.duration_ns += now_ns - self.step_start_ns
+            self.num_steps += 1
+            if self.num_steps == MAX_STEPS:
+                self.num_tokens //= 2
+                self.duration_ns //= 2
+                self.num_steps //= 2
         self.step_tokens = 0
 
     cdef void drop(self) noexcept nogil:

@@ -54,7 +54,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            InvalidField: a token id is not in the vocabulary, or the prompt is empty.
+            InvalidField: a token id is not in the vocabulary, the prompt is empty, or it asks for too many outputs.
             DuplicateRequest: its key is active.
             ContextLengthExceeded: prompt and output cannot fit.
             QueueFull: a bound of the waiting queue is reached.
@@ -65,6 +65,11 @@ class Engine:
         self._check_token_ids("stopping.stop_token_ids", request.stopping.stop_token_ids)
         if not len(request.prompt_token_ids):
             raise InvalidField("prompt_token_ids", "must hold at least one token")
+        max_outputs = self._scheduler.config.max_num_waiting
+        if not 1 <= request.num_outputs <= max_outputs:
+            raise InvalidField(
+                "sampling.output_count", f"must be 1 to {max_outputs}, as many as may wait in this server"
+            )
         self._scheduler.add(request, time.monotonic_ns())
 
     def cancel(self, request_key: int) -> bool:

@@ -135,7 +135,7 @@ class EngineLoop:
         except ForewordError as error:
             self._send(front_end, Refused(request.request_key, ErrorRecord.of(error)))
             return
-        self._active.setdefault(front_end, set()).add(request.request_key)
+        self._active.setdefault(front_end, set()).update(request.output_keys)
         self._send(front_end, Admitted(request.request_key))
 
     def _publish(self, report: StepReport) -> None:

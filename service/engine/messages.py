@@ -234,12 +234,12 @@ Message = Hello | Welcome | Submit | Cancel | Pause | Resume | Admitted | Refuse
 
 
 class GenerationSink(Protocol):
-    """Takes the news of one sequence, on the event loop's thread. Must not block and must not raise."""
+    """Takes the news of the sequences of one request, on the event loop's thread. Must not block and must not raise."""
 
     def on_step(
         self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
     ) -> None:
-        """Take one record of dtype `SEQUENCE_UPDATE` with its tokens; the last one has a `finish_reason`."""
+        """Take one record of dtype `SEQUENCE_UPDATE` with its tokens; a sequence's last one has a `finish_reason`."""
 
     def on_failure(self, error: ForewordError) -> None:
-        """The sequence ended without a last update: the engine failed. Nothing follows."""
+        """A sequence ended without a last update: the engine failed. Called for each that had not ended."""

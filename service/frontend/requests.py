@@ -17,6 +17,7 @@ from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2,
 
 DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
+MAX_OUTPUTS = 16
 
 SUPPORTED_FIELDS = frozenset(
     {
@@ -32,6 +33,7 @@ SUPPORTED_FIELDS = frozenset(
         "sampling.top_k",
         "sampling.min_p",
         "sampling.seed",
+        "sampling.output_count",
         "stopping.max_output_token_count",
         "stopping.min_output_token_count",
         "stopping.stop_strings",
@@ -58,7 +60,6 @@ NEUTRAL_VALUES = {
     "sampling.frequency_penalty": 0.0,
     "sampling.presence_penalty": 0.0,
     "sampling.repetition_penalty": 1.0,
-    "sampling.output_count": 1,
     "output.coalesce_token_count": 1,
     "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
 }
@@ -106,6 +107,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
         sampling=_read_sampling(spec.sampling),
+        num_outputs=_read_num_outputs(spec.sampling),
         max_output_tokens=max_tokens,
         min_output_tokens=min_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -183,6 +185,12 @@ def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
     validation.check_number("sampling.top_p", params.top_p, 0, 1, above_low=True)
     validation.check_number("sampling.min_p", params.min_p, 0, 1)
     return params
+
+
+def _read_num_outputs(sampling: sampling_pb2.SamplingConfig) -> int:
+    count = sampling.output_count if sampling.HasField("output_count") else 1
+    validation.check_number("sampling.output_count", count, 1, MAX_OUTPUTS)
+    return count
 
 
 def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> int:

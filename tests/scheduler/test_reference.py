@@ -72,6 +72,7 @@ class Twins:
         cache_salt: str,
         bypass_prefix_cache: bool,
         tenant: str,
+        num_outputs: int,
     ) -> None:
         prompt = np.arange(num_prompt, dtype=np.int32) // (1 + family) % NUM_TOKEN_IDS
         deadline_ns = 0 if time_left is None else self.now_ns + time_left
@@ -84,18 +85,22 @@ class Twins:
             cache_salt=cache_salt,
             bypass_prefix_cache=bypass_prefix_cache,
             tenant=tenant,
+            num_outputs=num_outputs,
         )
+        keys = range(self.next_key, self.next_key + num_outputs)
         if self.call("add", request, self.now_ns) is None:
-            self.keys.append(self.next_key)
-            self.streams[self.next_key] = []
-        self.next_key += 1
+            self.keys += keys
+            self.streams |= {key: [] for key in keys}
+        self.next_key += num_outputs
 
     def schedule(self, passed: int) -> None:
         self.now_ns += passed
         self.plan = self.real.schedule(self.now_ns)
         assert_equal(self.plan, self.reference.schedule(self.now_ns))
         active = [self.reference.sequences[key] for key in self.keys]
-        assert self.plan.num_sequences or all(s.is_paused or s.finish_reason for s in active), "nobody makes progress"
+        assert self.plan.num_sequences or all(not s.is_ready or s.finish_reason for s in active), (
+            "nobody makes progress"
+        )
         self.check_state()
 
     def apply(self, random: Random, num_token_ids: int = NUM_TOKEN_IDS) -> None:
@@ -198,6 +203,7 @@ class BothSchedulers(RuleBasedStateMachine):
         cache_salt=st.sampled_from(["", "", "a", "b"]),
         bypass_prefix_cache=st.sampled_from([False, False, False, True]),
         tenant=st.sampled_from(["", "heavy", "light"]),
+        num_outputs=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
         self,
@@ -245,7 +251,7 @@ TestBothSchedulers = BothSchedulers.TestCase
 
 def random_request(
     random: Random, num_tenants: int
-) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str]:
+) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
@@ -259,6 +265,7 @@ def random_request(
         random.choice(["", "", "", "a"]),
         random.random() < 0.1,
         f"tenant-{random.randrange(num_tenants)}",
+        random.choice([1, 1, 1, 2, 4]),
     )
 
 

@@ -234,7 +234,9 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"output": {"timing_level": 17}}, "output.timing_level"),
     ({"priority": 101}, "priority"),
     ({"priority": -101}, "priority"),
-    ({"sampling": {"output_count": 2}}, "sampling.output_count"),
+    ({"sampling": {"output_count": 0}}, "sampling.output_count"),
+    ({"sampling": {"output_count": 17}}, "sampling.output_count"),
+    ({"sampling": {"output_count": -1}}, "sampling.output_count"),
     ({"sampling": {"frequency_penalty": 0.5}}, "sampling.frequency_penalty"),
     ({"sampling": {"logit_bias": {1: 2.0}}}, "sampling.logit_bias"),
     ({"output": {"top_logprob_count": 1}}, "output.top_logprob_count"),
@@ -472,7 +474,7 @@ async def test_rpc_deadline_holds_although_the_engine_is_silent(
     [sequence] = await harness.engine.arrival()
     failure = await asyncio.wait_for(failure_of(call), 5)
     assert (failure.code, failure.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-    assert harness.engine.forgotten == [sequence.request.request_key]
+    assert set(harness.engine.forgotten) == {sequence.request.request_key}
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.CONTEXT_LIMIT])

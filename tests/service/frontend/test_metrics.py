@@ -94,7 +94,7 @@ async def test_generations_add_up_to_their_usage(harness: Harness) -> None:
     assert sum(drafted) == sum(usage.draft_token_count for usage in usages)
     assert sum(accepted) == sum(usage.accepted_draft_token_count for usage in usages)
     assert samples["foreword_draft_verifications_total", ""] == 6
-    assert samples["foreword_generations_total", "LENGTH"] == 3
+    assert samples["foreword_outputs_total", "LENGTH"] == 3
     assert samples["foreword_time_to_first_token_seconds_count",] == 3
     first = sum(timing.first_token_duration_micros for timing in timings) / 1e6
     assert samples["foreword_time_to_first_token_seconds_sum",] == pytest.approx(first, abs=1e-5)
@@ -144,7 +144,7 @@ async def test_what_fails_is_counted_by_its_status(harness: Harness) -> None:
         ("NOT_FOUND", f"{service}/BidiGenerateText"): 1,
         ("RESOURCE_EXHAUSTED", f"{service}/BidiGenerateText"): 1,
     }
-    assert samples["foreword_generations_total", "QUEUE_FULL"] == 2
+    assert samples["foreword_outputs_total", "QUEUE_FULL"] == 2
     assert samples["foreword_prompt_tokens_total",] == 0
     assert samples["foreword_time_to_first_token_seconds_count",] == 0
 
