@@ -125,7 +125,7 @@ class Frontend:
         _log.info(
             "generation ended",
             request_id=generation.settings.request_id,
-            outcome=generation.outcome,
+            outcome=",".join(dict.fromkeys(generation.outcomes)),
             tenant=generation.tenant,
             **field_of(generation.error),
             prompt_tokens=counts.num_prompt,

@@ -149,12 +149,11 @@ class Generation:
         return sum(output.num_waiting for output in self.outputs)
 
     @property
-    def outcome(self) -> str:
-        """For the log: why it ended, each reason of its outputs once; `CANCELLED` also when its caller went away."""
+    def outcomes(self) -> list[str]:
+        """Why each output ended, for the log: `CANCELLED` also when its caller went away."""
         if self.error is not None:
-            return self.error.reason
-        finishes = (output.finish or Finish(FinishReason.CANCELLED) for output in self.outputs)
-        return ",".join(sorted({finish.name for finish in finishes}))
+            return [self.error.reason] * len(self.outputs)
+        return [(output.finish or Finish(FinishReason.CANCELLED)).name for output in self.outputs]
 
     @property
     def is_paused(self) -> bool:

@@ -95,7 +95,8 @@ class Metrics(Collector):
     def count_generation(self, generation: Generation, now_ns: int) -> None:
         """Count a generation that has ended."""
         with self._lock:
-            self._outcomes[generation.outcome] += 1
+            for outcome in generation.outcomes:
+                self._outcomes[outcome] += 1
             self._count_tokens(generation)
             self._count_drafts(generation)
             self._count_times(generation.timeline, now_ns)
@@ -135,8 +136,8 @@ class Metrics(Collector):
             self._queue_duration.add((timeline.schedule_ns - timeline.tokenize_ns) / 1e9)
         if timeline.first_token_ns is not None:
             self._first_token.add((timeline.first_token_ns - timeline.receive_ns) / 1e9)
-            for delivery in timeline.deliveries:
-                self._gaps.add_all(delivery.gaps_ns() / 1e9)
+        for delivery in timeline.deliveries:
+            self._gaps.add_all(delivery.token_gaps_ns() / 1e9)
         self._duration.add((now_ns - timeline.receive_ns) / 1e9)
 
     def _gauges(self) -> Iterator[Metric]:
@@ -178,7 +179,7 @@ class Metrics(Collector):
             ("prefix_cache_hit_tokens", "Of those, found."),
         ):
             yield CounterMetricFamily(f"foreword_{name}", text, value=self._totals[name.replace("_", " ")])
-        outcomes = CounterMetricFamily("foreword_generations", "Generations by how they ended.", labels=["outcome"])
+        outcomes = CounterMetricFamily("foreword_outputs", "Outputs by how they ended.", labels=["outcome"])
         for outcome, count in self._outcomes.items():
             outcomes.add_metric([outcome], count)
         yield outcomes

@@ -49,7 +49,7 @@ class Delivery:
         self.last_token_ns = now_ns
         self.num_tokens += num_tokens
 
-    def gaps_ns(self) -> npt.NDArray[np.int64]:
+    def token_gaps_ns(self) -> npt.NDArray[np.int64]:
         """`[num_tokens - 1]` gaps between tokens in no order, 0 where they were handed over together."""
         gaps = np.zeros(max(self.num_tokens - 1, 0), np.int64)
         gaps[: len(self._gaps_ns)] = self._gaps_ns
@@ -58,7 +58,7 @@ class Delivery:
 
 def inter_token_latency(deliveries: Sequence[Delivery]) -> InterTokenLatency | None:
     """Nearest-rank percentiles of the gaps within outputs. `None` when no output has two tokens."""
-    gaps = np.concatenate([np.zeros(0, np.int64), *(delivery.gaps_ns() for delivery in deliveries)]) // 1000
+    gaps = np.concatenate([np.zeros(0, np.int64), *(delivery.token_gaps_ns() for delivery in deliveries)]) // 1000
     if not len(gaps):
         return None
     gaps.sort()

@@ -16,7 +16,7 @@ from foreword.service.frontend.metrics import Distribution
 from foreword.service.metrics_server import MetricsServer
 from foreword.v1.generation_service_pb2 import BidiGenerateTextRequest, CancelCommand
 
-from .conftest import LOAD, Harness
+from .conftest import EOS, LOAD, Harness
 from .rpc import failure_of, read_events, spec, streamed, unary
 
 Samples = dict[tuple[str, ...], float]
@@ -94,7 +94,7 @@ async def test_generations_add_up_to_their_usage(harness: Harness) -> None:
     assert sum(drafted) == sum(usage.draft_token_count for usage in usages)
     assert sum(accepted) == sum(usage.accepted_draft_token_count for usage in usages)
     assert samples["foreword_draft_verifications_total", ""] == 6
-    assert samples["foreword_generations_total", "LENGTH"] == 3
+    assert samples["foreword_outputs_total", "LENGTH"] == 3
     assert samples["foreword_time_to_first_token_seconds_count",] == 3
     first = sum(timing.first_token_duration_micros for timing in timings) / 1e6
     assert samples["foreword_time_to_first_token_seconds_sum",] == pytest.approx(first, abs=1e-5)
@@ -144,7 +144,7 @@ async def test_what_fails_is_counted_by_its_status(harness: Harness) -> None:
         ("NOT_FOUND", f"{service}/BidiGenerateText"): 1,
         ("RESOURCE_EXHAUSTED", f"{service}/BidiGenerateText"): 1,
     }
-    assert samples["foreword_generations_total", "QUEUE_FULL"] == 2
+    assert samples["foreword_outputs_total", "QUEUE_FULL"] == 2
     assert samples["foreword_prompt_tokens_total",] == 0
     assert samples["foreword_time_to_first_token_seconds_count",] == 0
 
@@ -168,3 +168,18 @@ async def test_the_port_is_free_again_after_the_end(harness: Harness) -> None:
     await harness.server.metrics_server.stop()
     harness.server.metrics_server = MetricsServer(address, harness.server.frontend.metrics)
     assert (await scrape(harness))["foreword_engine_ready",] == 1
+
+
+async def test_every_output_counts(harness: Harness) -> None:
+    spec = {"sampling": {"output_count": 2}, "stopping": {"max_output_token_count": 2}}
+    call = harness.generation.GenerateText(unary(**spec))
+    first, second = await harness.engine.arrival(2)
+    harness.engine.step({first: "ab"}, FinishReason.LENGTH)
+    harness.engine.step({second: [*b"c", EOS]}, FinishReason.EOS)
+    usage = (await call).finished.usage
+    await harness.registry.wait_until_empty()
+    samples = await scrape(harness)
+    assert samples["foreword_output_tokens_total",] == usage.output_token_count
+    assert samples["foreword_outputs_total", "LENGTH"] == samples["foreword_outputs_total", "EOS"] == 1
+    assert samples["foreword_inter_token_latency_seconds_count",] == 1
+    assert samples["foreword_prompt_tokens_total",] == usage.prompt_token_count
