@@ -63,7 +63,7 @@ cdef class Scheduler:
     cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil
     cdef int schedule_prompts(self) except -1 nogil
     cdef int schedule_prefill(self, int entry) except -1 nogil
-    cdef int schedule_admissions(self, int64_t above, int num_reserved) except -1 nogil
+    cdef int schedule_admissions(self, int above, int num_reserved) except -1 nogil
     cdef int admit(self, int entry) except -1 nogil
     cdef int plan(self, int entry, int num_tokens) except -1 nogil
 
