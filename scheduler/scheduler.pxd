@@ -81,5 +81,4 @@ cdef class Scheduler:
     cdef void leave_leader(self, int entry) noexcept nogil
     cdef int queue_followers(self, int leader) except -1 nogil
     cdef int end(self, int entry, int finish_reason) except -1 nogil
-    cdef void forget_deadline(self, int entry) noexcept nogil
     cdef int find_active(self, object request_key) except -2

@@ -163,7 +163,7 @@ cdef class Scheduler:
         s.update.finish_reason = finish_reason
         self.leave_leader(entry)
         self.queue_followers(entry)
-        self.forget_deadline(entry)
+        self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
         self.ended[self.num_ended] = entry
         self.num_ended += 1
         if s.row < 0:
@@ -173,10 +173,6 @@ cdef class Scheduler:
         elif not s.is_planned:
             self.release_row(s)
         return 0
-
-    cdef void forget_deadline(self, int entry) noexcept nogil:
-        if self.deadlines.is_member(entry):
-            self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
 
     # Schedule
 
@@ -463,7 +459,7 @@ cdef class Scheduler:
             if s.follower >= 0 and (s.num_computed >= s.num_prompt or s.update.finish_reason):
                 self.queue_followers(entry)
             if s.update.finish_reason:
-                self.forget_deadline(entry)
+                self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
                 self.ended[self.num_ended] = entry
                 self.num_ended += 1
         for i in range(num_ended_before):
