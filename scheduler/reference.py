@@ -52,6 +52,7 @@ class _Sequence:
     finish_reason: FinishReason = FinishReason.NONE
     first_scheduled_ns: int = 0
     num_prompt_computed: int = 0
+    num_scored: int = 1  # leading prompt tokens that are scored, if any is to be
     num_cached: int = 0
     num_steps: int = 0
     num_prefill_chunks: int = 0
@@ -76,6 +77,11 @@ class _Sequence:
         return self.num_computed < self.prefill_end
 
     @property
+    def is_scored(self) -> bool:
+        """No prompt token is to be scored any more."""
+        return not self.request.want_prompt_logprobs or self.num_scored == self.num_prompt
+
+    @property
     def is_ready(self) -> bool:
         """It may be scheduled."""
         return not self.is_paused and self.leader is None
@@ -85,13 +91,16 @@ class _Sequence:
         """False when it gained no token since it resumed after a preemption."""
         return self.num_preemptions == 0 or len(self.tokens) > self.prefill_end
 
-    def update(self, step_kind: StepKind, num_tokens: int, num_drafted: int, num_accepted: int) -> tuple[int, ...]:
+    def update(
+        self, step_kind: StepKind, num_tokens: int, num_drafted: int, num_accepted: int, num_scored: int = 0
+    ) -> tuple[int, ...]:
         """Its record of dtype `SEQUENCE_UPDATE`."""
         return (
             self.request.request_key,
             self.first_scheduled_ns,
             num_tokens,
             self.num_prompt_computed,
+            num_scored,
             self.num_cached,
             num_drafted,
             num_accepted,
@@ -312,7 +321,9 @@ class ReferenceScheduler:
         return self._num_blocks_for(len(s.tokens)) - num_held
 
     def _hits(self, s: _Sequence) -> list[int]:
-        return [] if s.request.bypass_prefix_cache else self.blocks.hits(s.request.cache_salt, s.tokens)
+        if s.request.bypass_prefix_cache:
+            return []
+        return self.blocks.hits(s.request.cache_salt, s.tokens if s.is_scored else s.tokens[: s.num_scored])
 
     def _admit(self, s: _Sequence) -> None:
         self.waiting.admit(s, self.now_ns)
@@ -348,18 +359,22 @@ class ReferenceScheduler:
         positions: list[int] = []
         slots: list[int] = []
         logits_indices: list[int] = []
-        query_offsets, logits_offsets = [0], [0]
+        scored: list[tuple[int, int]] = []
+        query_offsets, logits_offsets, scored_offsets = [0], [0], [0]
         for s in self.planned:
             known = s.tokens + s.drafts
             for position in range(s.num_computed, s.num_computed + s.num_scheduled):
                 if position >= len(s.tokens) - 1:
                     logits_indices.append(len(token_ids))
+                if not s.is_scored and s.num_scored <= position + 1 < s.num_prompt:
+                    scored.append((len(token_ids), s.tokens[position + 1]))
                 block, offset = divmod(position, self.config.block_size)
                 token_ids.append(known[position])
                 positions.append(position)
                 slots.append(s.blocks[block] * self.config.block_size + offset)
             query_offsets.append(len(token_ids))
             logits_offsets.append(len(logits_indices))
+            scored_offsets.append(len(scored))
         rows = [s.row for s in self.planned if s.row is not None]
         return StepPlan(
             step_id=self.step_id,
@@ -372,8 +387,13 @@ class ReferenceScheduler:
             slot_mapping=np.array(slots, np.int32),
             logits_indices=np.array(logits_indices, np.int32),
             logits_offsets=np.array(logits_offsets, np.int32),
+            scored_indices=np.array([index for index, _ in scored], np.int32),
+            scored_token_ids=np.array([token for _, token in scored], np.int32),
+            scored_offsets=np.array(scored_offsets, np.int32),
             block_table_updates=np.array(self.block_table_updates, np.int32).reshape(-1, 3),
             admitted=tuple((s.row, s.request) for s in self.admitted if s.row is not None),
+            output_offsets=np.cumsum([0] + [s.num_output for s in self.admitted]).astype(np.int32),
+            output_token_ids=np.array([t for s in self.admitted for t in s.tokens[s.num_prompt :]], np.int32),
         )
 
     # Preemption
@@ -435,10 +455,15 @@ class ReferenceScheduler:
         updates: list[tuple[int, ...]] = []
         update_token_ids: list[int] = []
         update_logprobs: list[float] = []
+        result_indices: list[int] = []
+        scored_indices: list[int] = []
+        num_scored = 0
         finished: list[_Sequence] = []
         for b, s in enumerate(self.planned):
+            first_scored, num_scored = num_scored, num_scored + self._num_to_score(s)
             if s.finish_reason:
                 continue
+            scored_indices += range(first_scored, num_scored)
             start, end = offsets[b], offsets[b + 1]
             record = self._commit(s, token_ids[start:end], failed[b])
             self.waiting.charge(s, record[2])
@@ -451,6 +476,7 @@ class ReferenceScheduler:
             num_kept = record[2]
             update_token_ids += token_ids[start : start + num_kept]
             update_logprobs += logprobs[start : start + num_kept]
+            result_indices += range(start, start + num_kept)
             if s.finish_reason:
                 finished.append(s)
         updates += [s.update(StepKind.NONE, 0, 0, 0) for s in self.ended]
@@ -471,12 +497,20 @@ class ReferenceScheduler:
             np.array(update_token_ids, np.int32),
             np.array(update_logprobs, np.float32),
             self._draft_state(),
+            np.array(result_indices, np.int32),
+            np.array(scored_indices, np.int32),
         )
 
     def _draft_state(self) -> DraftState:
         if self.num_drafts_planned or not self.num_drafts_dropped:
             return DraftState.ACTIVE
         return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
+
+    def _num_to_score(self, s: _Sequence) -> int:
+        """Prompt tokens that the plan has scored."""
+        if s.is_scored:
+            return 0
+        return max(0, min(s.num_computed + s.num_scheduled + 1, s.num_prompt) - s.num_scored)
 
     def _commit(self, s: _Sequence, accepted: list[int], failed: bool) -> tuple[int, ...]:
         kind = StepKind.PREFILL if s.is_prefill else StepKind.VERIFY if s.drafts else StepKind.DECODE
@@ -485,6 +519,8 @@ class ReferenceScheduler:
         s.num_steps += 1
         s.num_prefill_chunks += start < s.num_prompt
         s.num_recomputed += max(0, min(end, s.num_computed_max) - start)
+        num_scored = self._num_to_score(s)
+        s.num_scored += num_scored
         num_kept = 0
         for token_id in accepted:
             s.tokens.append(token_id)
@@ -501,7 +537,7 @@ class ReferenceScheduler:
         s.drafts = []
         if not failed and not s.request.bypass_prefix_cache:
             self._cache_full_blocks(s)
-        return s.update(kind, num_kept, num_drafted, num_accepted)
+        return s.update(kind, num_kept, num_drafted, num_accepted, num_scored)
 
     def _cache_full_blocks(self, s: _Sequence) -> None:
         for i in range(s.num_cached_blocks, s.num_computed // self.config.block_size):

@@ -191,7 +191,8 @@ cdef class Scheduler:
             [(self.sequences[self.admitted[i]].row, self.table.requests[self.admitted[i]])
              for i in range(self.num_admitted)]
         )
-        return self.step.plan(self.step_id, admitted)
+        offsets, token_ids = self.table.outputs(self.admitted, self.num_admitted)
+        return self.step.plan(self.step_id, admitted, offsets, token_ids)
 
     cdef int schedule_all(self) except -1 nogil:
         self.step.clear()
@@ -441,7 +442,7 @@ cdef class Scheduler:
         cdef int b, i, entry, num_prefill_tokens, num_ended_before = self.num_ended
         cdef bint has_filled_block
         cdef Sequence* s
-        self.step.num_updates = self.step.num_update_tokens = 0
+        self.step.num_updates = self.step.num_update_tokens = self.step.num_update_scored = 0
         for b in range(self.step.num_sequences):
             entry = self.planned[b]
             s = &self.sequences[entry]

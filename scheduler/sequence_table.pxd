@@ -12,6 +12,7 @@ cdef struct SequenceUpdate:  # memory layout of step.SEQUENCE_UPDATE, which docu
     int64_t first_scheduled_ns
     int32_t num_tokens
     int32_t num_prompt_computed
+    int32_t num_scored
     int32_t num_cached
     int32_t num_drafted
     int32_t num_accepted
@@ -47,6 +48,7 @@ cdef struct Sequence:
     int32_t num_sent_blocks  # of those, leading ones that are as the device knows them
     int32_t num_cached_blocks  # of those, leading ones in the prefix cache: all that are full, unless it bypasses it
     int32_t num_hashed_blocks  # leading blocks of its tokens in block_hashes
+    int32_t num_scored  # leading prompt tokens that are scored, or need not be
     int32_t num_draft  # draft tokens behind its last token
     int32_t leader  # entry of the output of the same request that computes the prompt for it; -1 once it has or ended
     int32_t follower  # next one that waits for the same leader, or of the leader the first; -1 for none
@@ -68,4 +70,5 @@ cdef class SequenceTable:
 
     cdef int add(self, object request, cnp.ndarray prompt) except -1  # of a checked request; the new entry
     cdef int find(self, object request_key) except -2  # its entry, -1 when it is not active
+    cdef tuple outputs(self, const int* entries, int num_entries)  # offsets and tokens that they have generated
     cdef int remove(self, int entry) except -1

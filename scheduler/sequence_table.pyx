@@ -1,5 +1,7 @@
 """Entries of active requests: allocated when a request is added, so that no step allocates memory."""
 
+import numpy as np
+
 cimport numpy as cnp
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -75,6 +77,7 @@ cdef class SequenceTable:
         s.num_stop = <int32_t>len(stop) - s.num_eos
         s.row = s.leader = s.follower = -1
         s.num_prompt = s.num_tokens = num_prompt
+        s.num_scored = 1 if request.want_prompt_logprobs else num_prompt
         s.max_tokens = max_tokens
         s.min_tokens = num_prompt + min(stopping.min_output_tokens, stopping.max_output_tokens)
         s.order = self.next_order
@@ -89,6 +92,23 @@ cdef class SequenceTable:
 
     cdef int find(self, object request_key) except -2:
         return self.entries.get(request_key, -1)
+
+    cdef tuple outputs(self, const int* entries, int num_entries):
+        cdef cnp.ndarray offsets = np.zeros(num_entries + 1, np.int32)
+        cdef int32_t* ends = <int32_t*>cnp.PyArray_DATA(offsets) + 1
+        cdef Sequence* s
+        cdef int i, num_tokens = 0
+        for i in range(num_entries):
+            s = &self.sequences[entries[i]]
+            num_tokens += s.num_tokens - s.num_prompt
+            ends[i] = num_tokens
+        cdef cnp.ndarray token_ids = np.empty(num_tokens, np.int32)
+        cdef int32_t* start = <int32_t*>cnp.PyArray_DATA(token_ids)
+        for i in range(num_entries):
+            s = &self.sequences[entries[i]]
+            memcpy(start, s.token_ids + s.num_prompt, (s.num_tokens - s.num_prompt) * sizeof(int32_t))
+            start += s.num_tokens - s.num_prompt
+        return offsets, token_ids
 
     cdef int remove(self, int entry) except -1:
         cdef Sequence* s = &self.sequences[entry]

@@ -8,6 +8,9 @@ in an order that does not depend on the others.
 import numpy as np
 import numpy.typing as npt
 
+from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.scheduler.step import TokenScores
+
 VECTOR_LANES: int
 HEAD_DIM_LIMIT: int
 NOISE_LANES: int
@@ -78,26 +81,24 @@ def attention(
     """
 
 def sample(
+    logits: int, vocab: int, bf16: bool, params: SamplingBatch, scratch: int, samples: Samples, num_threads: int
+) -> None:
+    """Draw a token from each row of logits, element `[L, vocab]`.
+
+    scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes the arrays of samples; leaves token
+    and logprob of a failed row alone.
+    """
+
+def score(
     logits: int,
     vocab: int,
     bf16: bool,
-    temperature: npt.NDArray[np.float32],
-    top_k: npt.NDArray[np.int32],
-    top_p: npt.NDArray[np.float32],
-    min_p: npt.NDArray[np.float32],
-    seed: npt.NDArray[np.uint64],
-    position: npt.NDArray[np.int64],
-    masked_ids: npt.NDArray[np.int32],
-    num_masked: npt.NDArray[np.int32],
-    want_logprob: npt.NDArray[np.bool_],
-    scratch: int,
+    rows: npt.NDArray[np.int32],
     token_ids: npt.NDArray[np.int32],
-    logprobs: npt.NDArray[np.float32],
-    failed: npt.NDArray[np.bool_],
+    scores: TokenScores,
     num_threads: int,
 ) -> None:
-    """Draw a token from each row of logits, element `[L, vocab]`; parameters are those of `SamplingBatch`.
+    """Score a token of each of some rows of logits, element `[L, vocab]`, and find the most probable ones.
 
-    scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes token_ids, logprobs and failed,
-    `[L]`; leaves token and logprob of a failed row alone.
+    rows: below L, `[M]`; token_ids: below vocab, `[M]`. Writes the arrays of scores, `[M]` and `[M * num_top]`.
     """

@@ -22,8 +22,23 @@ typedef struct {
     const int32_t *top_k;
     const float *top_p;
     const float *min_p;
+    const float *typical_p;
+    const float *repetition_penalty;
+    const float *frequency_penalty;
+    const float *presence_penalty;
     const uint64_t *seed;
     const int64_t *position;
+    const int32_t *bias_offsets;
+    const int32_t *bias_ids;
+    const float *bias_values;
+    const int32_t *bias_index;
+    const int32_t *history_offsets;
+    const int32_t *history_ids;
+    const int32_t *history_counts;
+    const int32_t *history_index;
+    const uint32_t *mask_words; /* [masks, mask_width] */
+    int64_t mask_width;
+    const int32_t *mask_index;
     const int32_t *masked_ids; /* [rows, masked_width] */
     int64_t masked_width;
     const int32_t *num_masked;
@@ -31,7 +46,7 @@ typedef struct {
 } sampling_batch;
 
 typedef struct {
-    float temperature, top_p, min_p;
+    float temperature, top_p, min_p, typical_p;
     int32_t top_k;
     uint64_t seed, position;
 } sampling_row;
@@ -142,8 +157,54 @@ INLINE int64_t keep_at_least(const float *x, int64_t count, float least, float *
     return kept;
 }
 
-/* The least logit that top-k, then top-p, then min-p keep. scratch: [2 * padded vocabulary]. */
-INLINE float truncation(const float *x, int64_t padded, float peak, const sampling_row *row, float *scratch) {
+/* Logits that are kept. */
+typedef struct {
+    float least, most;
+} logit_range;
+
+/* e^((x - peak) / temperature) of each value; returns their sum. */
+INLINE double masses_of(const float *values, int64_t count, float peak, float temperature, float *masses) {
+    double total = 0.0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats mass = exp_of((load_part(values, i, count - i, -INFINITY, 0) - peak) / temperature);
+        store_part(masses, i, count - i, mass, 0);
+    }
+    for (int64_t i = 0; i < count; i++) total += masses[i];
+    return total;
+}
+
+/* Minus the distance of scaled logits from their mean; information is as far from the entropy, which is its mean. */
+INLINE floats typicality(floats x, float peak, float temperature, float mean) {
+    floats distance = (x - peak) / temperature - mean;
+    return choose(distance < 0.0f, distance, -distance);
+}
+
+/* What typical-p keeps of the logits from `least` on: those at most so far from the mean, which is a range of logits. */
+INLINE logit_range typical_range(const float *x, int64_t padded, float peak, float least, const sampling_row *row,
+                                 float *scratch) {
+    float *values = scratch, *masses = scratch + padded;
+    int64_t count = keep_at_least(x, padded, least, values);
+    double total = masses_of(values, count, peak, row->temperature, masses), sum = 0.0;
+    for (int64_t i = 0; i < count; i++)
+        if (masses[i] > 0.0f) sum += (double)masses[i] * ((values[i] - peak) / row->temperature);
+    float mean = (float)(sum / total);
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats v = load_part(values, i, count - i, 0.0f, 0);
+        store_part(values, i, count - i, typicality(v, peak, row->temperature, mean), 0);
+    }
+    floats limit = splat(threshold(values, masses, count, row->typical_p * total));
+    floats low = splat(INFINITY), high = splat(-INFINITY);
+    for (int64_t i = 0; i < padded; i += LANES) {
+        floats v = load(x, i, 0);
+        ints kept = (v >= least) & (typicality(v, peak, row->temperature, mean) >= limit);
+        low = choose(kept & (v < low), v, low);
+        high = choose(kept & (v > high), v, high);
+    }
+    return (logit_range){-lane_max(-low), lane_max(high)};
+}
+
+/* The logits that top-k, then top-p, min-p and typical-p keep. scratch: [2 * padded vocabulary]. */
+INLINE logit_range truncation(const float *x, int64_t padded, float peak, const sampling_row *row, float *scratch) {
     float *values = scratch, *masses = scratch + padded;
     float least = -FLT_MAX;
     if (row->top_k > 0) {
@@ -152,12 +213,7 @@ INLINE float truncation(const float *x, int64_t padded, float peak, const sampli
     }
     if (row->top_p < 1.0f) {
         int64_t count = keep_at_least(x, padded, least, values);
-        double total = 0.0;
-        for (int64_t i = 0; i < count; i += LANES) {
-            floats mass = exp_of((load_part(values, i, count - i, -INFINITY, 0) - peak) / row->temperature);
-            store_part(masses, i, count - i, mass, 0);
-        }
-        for (int64_t i = 0; i < count; i++) total += masses[i];
+        double total = masses_of(values, count, peak, row->temperature, masses);
         least = threshold(values, masses, count, row->top_p * total);
     }
     if (row->min_p > 0.0f) {
@@ -166,7 +222,8 @@ INLINE float truncation(const float *x, int64_t padded, float peak, const sampli
         if (rounded < bound) rounded = nextafterf(rounded, INFINITY);
         least = rounded > least ? rounded : least;
     }
-    return least;
+    if (row->typical_p < 1.0f) return typical_range(x, padded, peak, least, row, scratch);
+    return (logit_range){least, INFINITY};
 }
 
 /* ---- one row -------------------------------------------------------------------------------------------------- */
@@ -204,20 +261,21 @@ INLINE int32_t greedy_id(const float *x, int64_t padded) {
     return best_id(&best);
 }
 
-INLINE int32_t random_id(const float *x, int64_t padded, float peak, float least, const sampling_row *row) {
+INLINE int32_t random_id(const float *x, int64_t padded, float peak, logit_range range, const sampling_row *row) {
     best_lanes best = {splat(-INFINITY), LANE_IDS};
     for (int64_t i = 0; i < padded; i += NOISE_IDS) {
         floats logits[NOISE_IDS / LANES], noise[NOISE_IDS / LANES];
         ints kept = {0};
         for (int part = 0; part < NOISE_IDS / LANES; part++) {
             logits[part] = load(x, i + part * LANES, 0);
-            kept |= logits[part] >= least;
+            kept |= (logits[part] >= range.least) & (logits[part] <= range.most);
         }
         if (!any(kept)) continue;
         gumbel_noise(row->seed, row->position, i / NOISE_IDS, noise);
         for (int part = 0; part < NOISE_IDS / LANES; part++) {
             floats score = (logits[part] - peak) / row->temperature + noise[part];
-            score = choose(logits[part] >= least, score, splat(-INFINITY));
+            ints is_kept = (logits[part] >= range.least) & (logits[part] <= range.most);
+            score = choose(is_kept, score, splat(-INFINITY));
             take_best(&best, score, LANE_IDS + (int32_t)(i + part * LANES));
         }
     }
@@ -235,6 +293,37 @@ INLINE int copy_finite(const void *logits, int64_t start, int64_t vocab, int64_t
     return !any(bad);
 }
 
+/* x += bias. */
+INLINE void apply_bias(float *x, const sampling_batch *batch, int64_t i) {
+    const int32_t *range = batch->bias_offsets + batch->bias_index[i];
+    for (int32_t k = range[0]; k < range[1]; k++) x[batch->bias_ids[k]] += batch->bias_values[k];
+}
+
+/* Penalise the tokens before the position, unless they are masked. Products are exact in float64. */
+INLINE void apply_penalties(float *x, const sampling_batch *batch, int64_t i) {
+    const int32_t *range = batch->history_offsets + batch->history_index[i];
+    double repetition = batch->repetition_penalty[i];
+    double frequency = batch->frequency_penalty[i], presence = batch->presence_penalty[i];
+    for (int32_t k = range[0]; k < range[1]; k++) {
+        float *logit = x + batch->history_ids[k];
+        int32_t count = batch->history_counts[k];
+        if (*logit == -INFINITY) continue;
+        double y = *logit > 0.0f ? *logit / repetition : *logit * repetition;
+        y -= frequency * count;
+        if (count > 0) y -= presence;
+        *logit = (float)(y > FLT_MAX ? FLT_MAX : y < -FLT_MAX ? -FLT_MAX : y);
+    }
+}
+
+/* x = -inf where a bit of the mask is clear. */
+INLINE void apply_mask(float *x, int64_t vocab, const uint32_t *mask) {
+    const ints bits = {1, 2, 4, 8, 16, 32, 64, 128};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        ints allowed = ((ints){0} + (int32_t)(mask[i / 32] >> i % 32) & bits) != 0;
+        store(x, i, choose(allowed, load(x, i, 0), splat(-INFINITY)), 0);
+    }
+}
+
 /* ln sum e^(x - peak). */
 INLINE float log_mass(const float *x, int64_t padded, float peak) {
     floats sum = {0};
@@ -247,26 +336,31 @@ INLINE int sample_body(const void *logits, int64_t vocab, const sampling_batch *
     int64_t padded = (vocab + NOISE_IDS - 1) / NOISE_IDS * NOISE_IDS;
     float *x = scratch;
     sampling_row row = {batch->temperature[i], batch->top_p[i], batch->min_p[i],
-                        batch->top_k[i],       batch->seed[i],  (uint64_t)batch->position[i]};
+                        batch->typical_p[i],   batch->top_k[i], batch->seed[i],
+                        (uint64_t)batch->position[i]};
     if (!copy_finite(logits, i * vocab, vocab, padded, x, bf16)) return 0;
     float model_peak = 0.0f, model_mass = 0.0f;
     if (batch->want_logprob[i]) {
         model_peak = x[greedy_id(x, padded)];
         model_mass = log_mass(x, padded, model_peak);
     }
+    if (batch->bias_index[i] >= 0) apply_bias(x, batch, i);
+    if (batch->mask_index[i] >= 0) apply_mask(x, vocab, batch->mask_words + batch->mask_index[i] * batch->mask_width);
     for (int32_t k = 0; k < batch->num_masked[i]; k++) {
         int32_t id = batch->masked_ids[i * batch->masked_width + k];
         if (id >= 0 && id < vocab) x[id] = -INFINITY;
     }
+    if (batch->history_index[i] >= 0) apply_penalties(x, batch, i);
     int32_t chosen = greedy_id(x, padded);
     float peak = x[chosen];
     if (peak == -INFINITY) return 0;
     if (!(row.temperature < GREEDY_TEMPERATURE)) {
-        float least = truncation(x, padded, peak, &row, scratch + padded);
-        chosen = random_id(x, padded, peak, least, &row);
+        logit_range range = truncation(x, padded, peak, &row, scratch + padded);
+        chosen = random_id(x, padded, peak, range, &row);
     }
     *token = chosen;
-    *logprob = batch->want_logprob[i] ? (x[chosen] - model_peak) - model_mass : 0.0f;
+    float model_logit = load_part(logits, i * vocab + chosen, 1, 0.0f, bf16)[0];
+    *logprob = batch->want_logprob[i] ? (model_logit - model_peak) - model_mass : 0.0f;
     return 1;
 }
 
@@ -277,6 +371,68 @@ CPU_CLONES static int sample_token(const void *logits, int64_t vocab, const samp
                                    float *scratch, int32_t *token, float *logprob, int bf16) {
     if (bf16) return sample_body(logits, vocab, batch, i, scratch, token, logprob, 1);
     return sample_body(logits, vocab, batch, i, scratch, token, logprob, 0);
+}
+
+/* ---- scores --------------------------------------------------------------------------------------------------- */
+
+/* Put id with value x among the `num` greatest, which are in order; returns how many there are now, at most `limit`. */
+INLINE int32_t insert(float x, int32_t id, float *values, int32_t *ids, int32_t num, int32_t limit) {
+    int32_t place = num < limit ? num : limit - 1;
+    for (; place > 0 && values[place - 1] < x; place--) {
+        values[place] = values[place - 1];
+        ids[place] = ids[place - 1];
+    }
+    values[place] = x;
+    ids[place] = id;
+    return num < limit ? num + 1 : limit;
+}
+
+/* The `limit` greatest of a row, at most `vocab`; the lowest ids of equals; NaN is the least. */
+INLINE void top_ids_of(const void *logits, int64_t start, int64_t vocab, int32_t limit, float *values, int32_t *ids,
+                       int bf16) {
+    int32_t num = 0;
+    for (int64_t i = 0; limit > 0 && i < vocab; i += LANES) {
+        floats v = load_part(logits, start + i, vocab - i, -INFINITY, bf16);
+        if (num == limit && !any(v > values[limit - 1])) continue;
+        for (int64_t lane = 0; lane < LANES && i + lane < vocab; lane++) {
+            float x = v[lane] == v[lane] ? v[lane] : -INFINITY;
+            if (num < limit || x > values[limit - 1])
+                num = insert(x, (int32_t)(i + lane), values, ids, num, limit);
+        }
+    }
+}
+
+INLINE void score_body(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                       int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16) {
+    int64_t start = row * vocab;
+    floats highest = splat(-INFINITY), sum = {0};
+    ints above = {0}, bad = {0};
+    float logit = load_part(logits, start + token, 1, 0.0f, bf16)[0];
+    for (int64_t i = 0; i < vocab; i += LANES)
+        highest = max_of(load_part(logits, start + i, vocab - i, -INFINITY, bf16), highest);
+    float peak = lane_max(highest);
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        floats v = load_part(logits, start + i, vocab - i, -INFINITY, bf16);
+        sum += exp_of(v - peak);
+        above -= v > logit;
+        bad |= v != v;
+    }
+    float mass = any(bad) ? NAN : logf(lane_sum(sum));
+    int32_t num_above = 0;
+    for (int i = 0; i < LANES; i++) num_above += above[i];
+    *logprob = (logit - peak) - mass;
+    *rank = 1 + num_above;
+    top_ids_of(logits, start, vocab, num_top, top_logprobs, top_ids, bf16);
+    for (int32_t i = 0; i < num_top; i++) top_logprobs[i] = (top_logprobs[i] - peak) - mass;
+}
+
+/* Log probability and rank of a token of a row of logits, and the most probable tokens. */
+CPU_CLONES static void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top,
+                                   float *logprob, int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16) {
+    if (bf16)
+        score_body(logits, vocab, row, token, num_top, logprob, rank, top_ids, top_logprobs, 1);
+    else
+        score_body(logits, vocab, row, token, num_top, logprob, rank, top_ids, top_logprobs, 0);
 }
 
 #endif

@@ -3,14 +3,21 @@
 For one row of logits x `[V]`, every backend computes
 
 1. fail, if x holds NaN or +inf;
-2. x[id] = -inf for each masked id (end tokens, while `min_output_tokens` is not reached); fail, if nothing is left;
-3. greedy, if temperature < 1e-5: the greatest x, the lowest id of equals;
-4. otherwise keep a set of ids, each rule working on what the one before it kept and always keeping equal logits
+2. x[id] += bias in float32, for each id of the logit bias;
+3. x[id] = -inf for each id that the row's token mask does not allow, and for each masked id (end tokens, while
+   `min_output_tokens` is not reached); fail, if nothing is left;
+4. penalties, for each id of the history that is not masked: x / repetition where x > 0, otherwise x * repetition; from
+   that frequency * n, and presence if n > 0, for an id that is n times in the output; in float64, rounded to a finite
+   float32 at the end;
+5. greedy, if temperature < 1e-5: the greatest x, the lowest id of equals;
+6. otherwise keep a set of ids, each rule working on what the one before it kept and always keeping equal logits
    together:
    top-k: x at least the k-th greatest;
    top-p: x at least the greatest value v for which softmax(x / temperature) has mass >= p on {x >= v};
    min-p: x at least max(x) + temperature * ln(min_p);
-5. draw from softmax(x / temperature) over the kept ids by the Gumbel-max trick: the greatest
+   typical-p (Meister et al., 2022): with q the softmax of x / temperature over what is kept, -ln q at most d away from
+   the entropy of q, for the least d for which that has mass >= p;
+7. draw from softmax(x / temperature) over the kept ids by the Gumbel-max trick: the greatest
    (x - max(x)) / temperature + noise(seed, position, id), the lowest id of equals.
 
 The noise is counter-based (Philox4x32-10, Salmon et al. 2011), so neighbours, batch size, preemption and speculation
@@ -28,11 +35,55 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.scheduler.request import Request
-from foreword.scheduler.step import StepPlan
-
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which ids may be drawn at L positions. Host arrays.
+
+    Attributes:
+        words: uint32 `[M, ceil(V / 32)]`; bit i % 32 of word i // 32 is set where id i may be drawn.
+        index: int32 `[L]` row of `words`, -1 where every id may be drawn.
+    """
+
+    words: npt.NDArray[np.uint32]
+    index: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBiases:
+    """What is added to logits at L positions. Host arrays.
+
+    Attributes:
+        offsets: int32 `[M + 1]` bias m has the entries `offsets[m]:offsets[m + 1]`.
+        ids: int32, of the vocabulary, each once in a bias.
+        values: float32, added to the logits of `ids`.
+        index: int32 `[L]` bias of each row, -1 for none.
+    """
+
+    offsets: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
+    index: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryCounts:
+    """The tokens before L positions, drafts among them, as penalties see them. Host arrays.
+
+    Attributes:
+        offsets: int32 `[M + 1]` history m has the entries `offsets[m]:offsets[m + 1]`.
+        ids: int32, of the vocabulary, each once in a history.
+        counts: int32, how often each id is in the output; 0 for one that is in the prompt only.
+        index: int32 `[L]` history of each row, -1 for a row without penalties.
+    """
+
+    offsets: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    index: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +95,15 @@ class SamplingBatch:
         top_k: int32 `[L]`; 0 keeps all.
         top_p: float32 `[L]`; 1 keeps all.
         min_p: float32 `[L]`; 0 keeps all.
+        typical_p: float32 `[L]`; 1 keeps all.
+        repetition_penalty: float32 `[L]`.
+        frequency_penalty: float32 `[L]`.
+        presence_penalty: float32 `[L]`.
         seed: uint64 `[L]`.
         position: int64 `[L]` position in its sequence of the token that is drawn.
+        biases: of each row.
+        masks: of each row.
+        history: of each row.
         masked_ids: int32 `[L, M]`; the first `num_masked` of a row cannot be drawn. Ids outside the vocabulary have no
             effect.
         num_masked: int32 `[L]`.
@@ -56,8 +114,15 @@ class SamplingBatch:
     top_k: npt.NDArray[np.int32]
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
+    typical_p: npt.NDArray[np.float32]
+    repetition_penalty: npt.NDArray[np.float32]
+    frequency_penalty: npt.NDArray[np.float32]
+    presence_penalty: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
+    biases: LogitBiases
+    masks: TokenMasks
+    history: HistoryCounts
     masked_ids: npt.NDArray[np.int32]
     num_masked: npt.NDArray[np.int32]
     want_logprob: npt.NDArray[np.bool_]
@@ -76,52 +141,3 @@ class Samples:
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     failed: npt.NDArray[np.bool_]
-
-
-class SamplingState:
-    """Sampling parameters of every row of the scheduler, set when a request is admitted to the row."""
-
-    def __init__(self, max_num_sequences: int) -> None:
-        self._temperature = np.zeros(max_num_sequences, np.float32)
-        self._top_k = np.zeros(max_num_sequences, np.int32)
-        self._top_p = np.ones(max_num_sequences, np.float32)
-        self._min_p = np.zeros(max_num_sequences, np.float32)
-        self._seed = np.zeros(max_num_sequences, np.uint64)
-        self._want_logprob = np.zeros(max_num_sequences, np.bool_)
-        self._first_free_position = np.zeros(max_num_sequences, np.int64)
-        self._end_ids = np.zeros((max_num_sequences, 8), np.int32)
-        self._num_end_ids = np.zeros(max_num_sequences, np.int32)
-
-    def admit(self, row: int, request: Request) -> None:
-        """Take the parameters of the request that (re)starts in a row."""
-        sampling, stopping = request.sampling, request.stopping
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = sampling.top_k
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._seed[row] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self._want_logprob[row] = request.want_logprobs
-        self._first_free_position[row] = len(request.prompt_token_ids) + stopping.min_output_tokens
-        end_ids = stopping.eos_token_ids + stopping.stop_token_ids
-        missing = len(end_ids) - self._end_ids.shape[1]
-        if missing > 0:
-            self._end_ids = np.pad(self._end_ids, ((0, 0), (0, missing)))
-        self._end_ids[row, : len(end_ids)] = end_ids
-        self._num_end_ids[row] = len(end_ids)
-
-    def select(self, plan: StepPlan) -> SamplingBatch:
-        """Parameters of each position whose logits the plan needs."""
-        rows = np.repeat(plan.rows, np.diff(plan.logits_offsets))
-        position = plan.positions[plan.logits_indices].astype(np.int64) + 1
-        ends_too_early = position < self._first_free_position[rows]
-        return SamplingBatch(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seed=self._seed[rows],
-            position=position,
-            masked_ids=self._end_ids[rows],
-            num_masked=np.where(ends_too_early, self._num_end_ids[rows], 0).astype(np.int32),
-            want_logprob=self._want_logprob[rows],
-        )

@@ -17,6 +17,7 @@ from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2,
 
 DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
+MAX_OUTPUTS = 16
 
 SUPPORTED_FIELDS = frozenset(
     {
@@ -31,7 +32,15 @@ SUPPORTED_FIELDS = frozenset(
         "sampling.top_p",
         "sampling.top_k",
         "sampling.min_p",
+        "sampling.typical_p",
+        "sampling.frequency_penalty",
+        "sampling.presence_penalty",
+        "sampling.repetition_penalty",
+        "sampling.logit_bias",
+        "sampling.allowed_token_ids",
+        "sampling.banned_token_ids",
         "sampling.seed",
+        "sampling.output_count",
         "stopping.max_output_token_count",
         "stopping.min_output_token_count",
         "stopping.stop_strings",
@@ -54,11 +63,6 @@ SUPPORTED_FIELDS = frozenset(
 """Fields of `GenerationSpec` that mean something to this server. All others are refused."""
 
 NEUTRAL_VALUES = {
-    "sampling.typical_p": 1.0,
-    "sampling.frequency_penalty": 0.0,
-    "sampling.presence_penalty": 0.0,
-    "sampling.repetition_penalty": 1.0,
-    "sampling.output_count": 1,
     "output.coalesce_token_count": 1,
     "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
 }
@@ -105,7 +109,8 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
-        sampling=_read_sampling(spec.sampling),
+        sampling=_read_sampling(spec.sampling, info),
+        num_outputs=_read_num_outputs(spec.sampling),
         max_output_tokens=max_tokens,
         min_output_tokens=min_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -165,7 +170,7 @@ def _read_prompt(spec: generation_pb2.GenerationSpec, info: EngineInfo) -> Promp
     return token_ids
 
 
-def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
+def _read_sampling(sampling: sampling_pb2.SamplingConfig, info: EngineInfo) -> SamplingParams:
     is_set = {field.name for field, _ in sampling.ListFields()}
 
     def given(name: str, default: Any) -> Any:
@@ -176,13 +181,40 @@ def _read_sampling(sampling: sampling_pb2.SamplingConfig) -> SamplingParams:
         top_k=given("top_k", DEFAULT_SAMPLING.top_k),
         top_p=given("top_p", DEFAULT_SAMPLING.top_p),
         min_p=given("min_p", DEFAULT_SAMPLING.min_p),
+        typical_p=given("typical_p", DEFAULT_SAMPLING.typical_p),
+        repetition_penalty=given("repetition_penalty", DEFAULT_SAMPLING.repetition_penalty),
+        frequency_penalty=given("frequency_penalty", DEFAULT_SAMPLING.frequency_penalty),
+        presence_penalty=given("presence_penalty", DEFAULT_SAMPLING.presence_penalty),
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        banned_token_ids=tuple(sampling.banned_token_ids),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
     )
     validation.check_number("sampling.temperature", params.temperature, 0)
     validation.check_number("sampling.top_k", params.top_k, 0)
     validation.check_number("sampling.top_p", params.top_p, 0, 1, above_low=True)
     validation.check_number("sampling.min_p", params.min_p, 0, 1)
+    validation.check_number("sampling.typical_p", params.typical_p, 0, 1, above_low=True)
+    validation.check_number("sampling.repetition_penalty", params.repetition_penalty, 0, 10, above_low=True)
+    validation.check_number("sampling.frequency_penalty", params.frequency_penalty, -2, 2)
+    validation.check_number("sampling.presence_penalty", params.presence_penalty, -2, 2)
+    validation.check_count("sampling.logit_bias", len(params.logit_bias))
+    for token_id, value in params.logit_bias:
+        validation.check_number("sampling.logit_bias", token_id, 0, info.vocab_size - 1)
+        validation.check_number(f"sampling.logit_bias[{token_id}]", value, -100, 100)
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        token_ids = np.array(getattr(params, name), np.int32)
+        validation.check_count(f"sampling.{name}", len(token_ids), validation.MAX_MASK_IDS)
+        validation.check_token_ids(f"sampling.{name}", token_ids, info.vocab_size)
+    if params.allowed_token_ids and set(params.allowed_token_ids) <= set(params.banned_token_ids):
+        raise InvalidField("sampling.banned_token_ids", "must leave at least one of allowed_token_ids")
     return params
+
+
+def _read_num_outputs(sampling: sampling_pb2.SamplingConfig) -> int:
+    count = sampling.output_count if sampling.HasField("output_count") else 1
+    validation.check_number("sampling.output_count", count, 1, MAX_OUTPUTS)
+    return count
 
 
 def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> int:

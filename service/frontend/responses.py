@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -13,12 +14,13 @@ from foreword.scheduler.request import SamplingParams
 from foreword.scheduler.step import DraftState, FinishReason, SchedulerLoad
 from foreword.service import status
 from foreword.service.engine.messages import EngineInfo
-from foreword.service.frontend.generation import Delta, Finish, Generation
+from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
+from foreword.service.frontend.output import Delta, Output
 from foreword.service.frontend.requests import DEFAULT_SAMPLING, SUPPORTED_FIELDS
 from foreword.service.frontend.settings import TimingLevel
 from foreword.service.frontend.steps import StepShare
-from foreword.service.frontend.timeline import Timeline
+from foreword.service.frontend.timeline import Delivery, Timeline, inter_token_latency
 from foreword.v1 import (
     cache_pb2,
     engine_pb2,
@@ -69,6 +71,7 @@ class GenerationConverter:
         self._settings = generation.settings
         self._model = model
         self._device = device
+        self._reported: set[int] = set()
 
     def started(self) -> generation_pb2.GenerationStarted:
         """What is in effect."""
@@ -76,7 +79,7 @@ class GenerationConverter:
         return generation_pb2.GenerationStarted(
             request_id=settings.request_id,
             model=self._model.name,
-            sampling=_sampling(settings.sampling),
+            sampling=_sampling(settings.sampling, settings.num_outputs),
             stopping=stopping_pb2.StoppingConfig(
                 max_output_token_count=self._generation.max_output_tokens,
                 min_output_token_count=settings.min_output_tokens,
@@ -108,15 +111,15 @@ class GenerationConverter:
         )
 
     def news(self) -> list[generation_pb2.GenerationEvent]:
-        """Take what came since the last time, as events; with those of the finish, once it has finished."""
+        """Take what came since the last time, as events, once with how each output and the generation ended."""
         generation = self._generation
-        events = []
-        delta = generation.take()
-        if delta is not None:
-            events.append(generation_pb2.GenerationEvent(output_delta=self._delta(delta)))
-        if generation.finish is not None:
-            finished = self._output_finished(generation.finish)
-            events.append(generation_pb2.GenerationEvent(output_finished=finished))
+        events = [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
+        for output in generation.outputs:
+            if output.finish is not None and output.index not in self._reported:
+                self._reported.add(output.index)
+                finished = self._output_finished(output)
+                events.append(generation_pb2.GenerationEvent(output_finished=finished))
+        if generation.has_finished:
             events.append(generation_pb2.GenerationEvent(finished=self._finished()))
         return events
 
@@ -128,20 +131,19 @@ class GenerationConverter:
 
     def response(self) -> generation_service_pb2.GenerateTextResponse:
         """Everything in one message, once the generation has finished."""
-        finish = self._generation.finish
-        assert finish is not None
-        delta = self._generation.take()
-        output = generation_pb2.Output(
-            content=None if delta is None else self._delta(delta), finished=self._output_finished(finish)
-        )
+        contents = {delta.output_index: self._delta(delta) for delta in self._generation.take()}
+        outputs = [
+            generation_pb2.Output(content=contents.get(output.index), finished=self._output_finished(output))
+            for output in self._generation.outputs
+        ]
         return generation_service_pb2.GenerateTextResponse(
-            started=self.started(), outputs=[output], finished=self._finished()
+            started=self.started(), outputs=outputs, finished=self._finished()
         )
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """The summary as ASCII metadata; entries whose moment never came are left out."""
         timeline, counts = self._generation.timeline, self._generation.counts
-        latency = timeline.inter_token_latency()
+        latency = inter_token_latency(timeline.deliveries)
         summary = {
             "request-id": self._settings.request_id,
             "ttft-us": timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
@@ -160,6 +162,7 @@ class GenerationConverter:
         bytes_of = self._model.text.vocabulary.bytes_of
         timeline = self._generation.timeline
         return generation_pb2.OutputDelta(
+            output_index=delta.output_index,
             text=delta.text,
             token_ids=delta.token_ids if self._settings.return_token_ids else (),
             logprobs=delta.logprobs,
@@ -167,11 +170,14 @@ class GenerationConverter:
             step_timings=[_step_timing(step, timeline) for step in delta.steps],
         )
 
-    def _output_finished(self, finish: Finish) -> generation_pb2.OutputFinished:
+    def _output_finished(self, output: Output) -> generation_pb2.OutputFinished:
+        finish = output.finish
+        assert finish is not None
         message = generation_pb2.OutputFinished(
+            output_index=output.index,
             finish_reason=_FINISH_REASONS[finish.reason],
-            output_token_count=self._generation.counts.num_output,
-            timing=_output_timing(self._generation.timeline) if self._has_timing else None,
+            output_token_count=output.num_tokens,
+            timing=_output_timing(output.delivery, self._generation.timeline) if self._has_timing else None,
         )
         if finish.stop_string is not None:
             message.stop_string = finish.stop_string
@@ -209,7 +215,7 @@ class GenerationConverter:
             first_token_duration_micros=between(timeline.receive_ns, timeline.first_token_ns),
             decode_duration_micros=timeline.decode_us,
             total_duration_micros=timeline.offset_us(time.monotonic_ns()),
-            inter_token_latency=_inter_token_latency(timeline),
+            inter_token_latency=_inter_token_latency(timeline.deliveries),
             output_tokens_per_second=timeline.output_tokens_per_second,
             blocked_duration_micros=timeline.blocked_ns // 1000,
             prefill_chunk_count=counts.num_prefill_chunks,
@@ -296,18 +302,21 @@ def _duration(duration_ns: int) -> Duration:
     return message
 
 
-def _sampling(params: SamplingParams, with_seed: bool = True) -> sampling_pb2.SamplingConfig:
+def _sampling(params: SamplingParams, num_outputs: int = 1, *, with_seed: bool = True) -> sampling_pb2.SamplingConfig:
     return sampling_pb2.SamplingConfig(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
-        typical_p=1.0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
+        typical_p=params.typical_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
         seed=params.seed if with_seed else None,
-        output_count=1,
+        output_count=num_outputs,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
     )
 
 
@@ -331,16 +340,16 @@ def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
     )
 
 
-def _inter_token_latency(timeline: Timeline) -> timing_pb2.InterTokenLatency | None:
-    latency = timeline.inter_token_latency()
+def _inter_token_latency(deliveries: Sequence[Delivery]) -> timing_pb2.InterTokenLatency | None:
+    latency = inter_token_latency(deliveries)
     if latency is None:
         return None
     return timing_pb2.InterTokenLatency(p50_micros=latency.p50_us, p99_micros=latency.p99_us, max_micros=latency.max_us)
 
 
-def _output_timing(timeline: Timeline) -> timing_pb2.OutputTiming:
+def _output_timing(delivery: Delivery, timeline: Timeline) -> timing_pb2.OutputTiming:
     return timing_pb2.OutputTiming(
-        first_token_offset_micros=timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
-        last_token_offset_micros=timeline.between_us(timeline.receive_ns, timeline.last_token_ns),
-        inter_token_latency=_inter_token_latency(timeline),
+        first_token_offset_micros=timeline.between_us(timeline.receive_ns, delivery.first_token_ns),
+        last_token_offset_micros=timeline.between_us(timeline.receive_ns, delivery.last_token_ns),
+        inter_token_latency=_inter_token_latency([delivery]),
     )

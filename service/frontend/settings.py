@@ -39,6 +39,7 @@ class GenerationSettings:
         request_id: the caller's, or made here.
         prompt: text, token ids or a conversation.
         sampling: in effect.
+        num_outputs: independent outputs.
         max_output_tokens: `None` for as many as there is room for.
         min_output_tokens: neither stop tokens nor stop strings end the output before this many.
         stop_strings: end the output where they complete.
@@ -60,6 +61,7 @@ class GenerationSettings:
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
+    num_outputs: int
     max_output_tokens: int | None
     min_output_tokens: int
     stop_strings: tuple[str, ...]

@@ -16,6 +16,9 @@ from foreword.scheduler.errors import InvalidField
 MAX_STOP_BYTES = 16_384
 """Bytes of all stop strings of a generation; an automaton of so many is built within about 20 ms."""
 
+MAX_MASK_IDS = 16_384
+"""Ids that a generation may name as allowed, and as banned."""
+
 MAX_MESSAGES = 4096
 """Turns of a conversation."""
 

@@ -305,6 +305,26 @@ def test_a_preemption_drops_the_drafts(new_scheduler: New, new_request: Make, st
     assert (resumed["step_kind"], resumed["num_drafted"], resumed["num_tokens"]) == (StepKind.PREFILL, 0, 1)
 
 
+def test_a_resumed_sequence_comes_with_its_output(new_scheduler: New, new_request: Make, step: Make) -> None:
+    scheduler = new_scheduler(num_blocks=4, block_size=2, max_num_sequences=2, max_num_batched_tokens=8)
+    scheduler.add(new_request(0, 2, 5), 0)
+    scheduler.add(new_request(1, 2, 5), 0)
+    drawn: dict[int, list[int]] = {0: [], 1: []}
+    resumed = 0
+    for number in range(100, 200):
+        if not scheduler.has_work:
+            break
+        plan, update = step(scheduler, tokens={0: [number]}, default=number)
+        for a, (_, request) in enumerate(plan.admitted):
+            output = plan.output_token_ids[plan.output_offsets[a] : plan.output_offsets[a + 1]]
+            assert output.tolist() == drawn[request.request_key]
+            resumed += len(output) > 0
+        assert len(plan.output_offsets) == len(plan.admitted) + 1
+        for key, token_id in zip(update.sequences["request_key"].tolist(), update.token_ids.tolist(), strict=True):
+            drawn[key].append(token_id)
+    assert resumed
+
+
 def test_steps_alternate(new_scheduler: New, new_request: Make, result_of: Make) -> None:
     scheduler = new_scheduler(num_blocks=4)
     with pytest.raises(ValueError):  # noqa: PT011 - the reference words it differently

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,24 +11,33 @@ import torch
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
-from foreword.gpu.backends.sampling import Samples, SamplingBatch, SamplingState
-from foreword.scheduler.request import Request
+from foreword.gpu.backends.sampling import HistoryCounts, LogitBiases, Samples, SamplingBatch, TokenMasks
+from foreword.gpu.backends.sampling_state import mask_words
 
 NAN, INF = float("nan"), float("inf")
 Sample = Callable[..., Samples]
 
 
 def parameters(rows: int, **changes: Any) -> SamplingBatch:
-    """Greedy rows without limits, changed by keyword (a scalar holds for all rows)."""
+    """Greedy rows without limits, changed by keyword (a scalar holds for all rows).
+
+    `biases` and `history` are for all rows: what is added to the logits of ids, how often ids are in the output.
+    """
     values: dict[str, Any] = {
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
         "seed": 0,
         "position": 0,
         "want_logprob": True,
     } | changes
+    masks = values.pop("masks", TokenMasks(np.zeros((0, 1), np.uint32), np.full(rows, -1, np.int32)))
+    biases, history = values.pop("biases", {}), values.pop("history", {})
     masked = [list(ids) for ids in values.pop("masked_ids", [[]] * rows)]
     masked_ids = np.zeros((rows, max(1, *map(len, masked))), np.int32)
     for row, ids in enumerate(masked):
@@ -39,12 +47,29 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "top_k": np.int32,
         "top_p": np.float32,
         "min_p": np.float32,
+        "typical_p": np.float32,
+        "repetition_penalty": np.float32,
+        "frequency_penalty": np.float32,
+        "presence_penalty": np.float32,
         "seed": np.uint64,
         "position": np.int64,
         "want_logprob": np.bool_,
     }
     arrays = {name: np.broadcast_to(values[name], rows).astype(dtype) for name, dtype in dtypes.items()}
-    return SamplingBatch(masked_ids=masked_ids, num_masked=np.array([len(m) for m in masked], np.int32), **arrays)
+    return SamplingBatch(
+        biases=LogitBiases(*table(biases, np.float32), np.zeros(rows, np.int32)),
+        masks=masks,
+        history=HistoryCounts(*table(history, np.int32), np.zeros(rows, np.int32)),
+        masked_ids=masked_ids,
+        num_masked=np.array([len(m) for m in masked], np.int32),
+        **arrays,
+    )
+
+
+def table(entries: dict[int, float], dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One list of ids and values, with the offsets of a table that holds nothing else."""
+    offsets = np.array([0, len(entries)], np.int32)
+    return offsets, np.array(list(entries), np.int32), np.array(list(entries.values()), dtype)
 
 
 @pytest.fixture(params=["numpy", "float32", "bfloat16"])
@@ -110,6 +135,43 @@ def test_masked_ids_outside_the_vocabulary_have_no_effect(sample: Sample) -> Non
     assert sample([[1.0, 2.0]], masked_ids=[[-1, 2, 1 << 30]]).token_ids[0] == 1
 
 
+@pytest.mark.parametrize("vocab", [5, 31, 32, 33, 64, 65, 1000])
+def test_a_token_mask_leaves_what_it_allows(sample: Sample, vocab: int) -> None:
+    logits = normal(4, vocab)
+    allowed = [sorted({0, vocab - 1, vocab // 2}), [vocab - 1], list(range(0, vocab, 3))]
+    masks = TokenMasks(
+        np.stack([mask_words(tuple(ids), (), vocab) for ids in allowed]), np.array([2, -1, 0, 1], np.int32)
+    )
+    choices = [allowed[2], range(vocab), allowed[0], allowed[1]]
+    best = [max(ids, key=lambda i: (logits[row, i], -i)) for row, ids in enumerate(choices)]
+    assert sample(logits, masks=masks).token_ids.tolist() == best
+    for seed in range(30):
+        drawn = sample(logits, masks=masks, temperature=5.0, seed=seed).token_ids.tolist()
+        assert all(token in ids for token, ids in zip(drawn, choices, strict=True))
+
+
+def test_bits_behind_the_vocabulary_have_no_effect(sample: Sample) -> None:
+    masks = TokenMasks(np.full((1, 2), 0xFFFF_FFFE, np.uint32), np.zeros(50, np.int32))
+    logits = np.full((50, 40), -9.0, np.float32)
+    logits[:, 0] = 9.0
+    drawn = sample(logits, masks=masks, temperature=1.0, seed=np.arange(50)).token_ids
+    assert ((drawn > 0) & (drawn < 40)).all()
+
+
+def test_a_mask_that_allows_nothing_fails_its_row_alone(sample: Sample) -> None:
+    logits = normal(3, 70)
+    words = np.stack([np.zeros(3, np.uint32), mask_words((5, 6), (), 70)])
+    masks = TokenMasks(words, np.array([0, 1, 1], np.int32))
+    samples = sample(logits, masks=masks, masked_ids=[[], [], [5, 6]])
+    assert samples.failed.tolist() == [True, False, True]
+    assert samples.token_ids[1] in (5, 6)
+
+
+def test_a_masked_nan_fails_whatever_masked_it(sample: Sample) -> None:
+    masks = TokenMasks(mask_words((1,), (), 2)[None], np.zeros(1, np.int32))
+    assert sample([[NAN, 1.0]], masks=masks).failed[0]
+
+
 def test_rows_that_cannot_be_sampled_fail_alone(sample: Sample) -> None:
     logits = normal(6, 100)
     logits[1, 99] = NAN
@@ -129,6 +191,65 @@ def test_rows_that_cannot_be_sampled_fail_alone(sample: Sample) -> None:
 
 def test_a_masked_nan_still_fails(sample: Sample) -> None:
     assert sample([[NAN, 1.0]], masked_ids=[[0]]).failed[0]
+
+
+# Bias and penalties
+
+
+def test_bias_is_added_to_logits(sample: Sample) -> None:
+    logits = np.array([[1.0, 2.0, 3.0, -4.0]], np.float32)
+    assert sample(logits, biases={3: 8.0}).token_ids[0] == 3
+    assert sample(logits, biases={0: 2.5, 2: -100.0}).token_ids[0] == 0
+    assert sample(logits, biases={0: 100.0}, masked_ids=[[0]]).token_ids[0] == 2
+    samples = sample(logits, biases={3: 100.0})
+    assert samples.logprobs[0] == pytest.approx(-4 - np.log(np.exp(logits[0]).sum()), abs=1e-5)
+
+
+def test_bias_cannot_bring_back_what_the_model_excludes(sample: Sample) -> None:
+    assert sample([[-INF, 1.0]], biases={0: 100.0}).token_ids[0] == 1
+    assert sample([[-INF, -INF]], biases={0: 100.0}).failed[0]
+
+
+def test_repetition_penalty_lowers_logits_of_either_sign(sample: Sample) -> None:
+    """Dividing a negative logit would raise its probability."""
+    logits = [[2.0, 1.5, -1.0, -1.5]]
+    assert sample(logits, history={0: 0}, repetition_penalty=2.0).token_ids[0] == 1
+    masked = [[0, 1]]
+    assert sample(logits, history={2: 0}, repetition_penalty=2.0, masked_ids=masked).token_ids[0] == 3
+    assert sample(logits, history={3: 0}, repetition_penalty=0.5, masked_ids=masked).token_ids[0] == 3
+
+
+def test_frequency_counts_and_presence_does_not(sample: Sample) -> None:
+    logits = [[3.0, 2.0, 1.0]]
+    assert sample(logits, history={0: 1, 1: 1}, frequency_penalty=1.25).token_ids[0] == 0
+    assert sample(logits, history={0: 2, 1: 1}, frequency_penalty=1.25).token_ids[0] == 2
+    assert sample(logits, history={0: 9, 1: 1}, presence_penalty=0.75).token_ids[0] == 0
+    assert sample(logits, history={0: 1, 1: 1}, presence_penalty=2.0).token_ids[0] == 0
+    assert sample(logits, history={0: 1}, presence_penalty=1.25).token_ids[0] == 1
+    assert sample(logits, history={2: 4}, frequency_penalty=-1.0).token_ids[0] == 2
+
+
+def test_the_prompt_counts_for_repetition_only(sample: Sample) -> None:
+    logits = [[3.0, 2.5]]
+    assert sample(logits, history={0: 0}, frequency_penalty=2.0, presence_penalty=2.0).token_ids[0] == 0
+    assert sample(logits, history={0: 0}, repetition_penalty=1.5).token_ids[0] == 1
+
+
+def test_penalties_follow_bias_and_masks(sample: Sample) -> None:
+    # 1 + 4 = 5 is halved to 2.5; were the penalty first, 0.5 + 4 = 4.5 would win
+    assert sample([[1.0, 3.0]], biases={0: 4.0}, history={0: 1}, repetition_penalty=2.0).token_ids[0] == 1
+    samples = sample([[1.0, -3.0]], history={0: 3}, frequency_penalty=-2.0, masked_ids=[[0]])
+    assert samples.token_ids[0] == 1
+
+
+def test_penalties_keep_logits_finite(sample: Sample) -> None:
+    for repetition in (1e-38, 10.0):
+        logits = [[1e38, 5e37, -1e38, -INF]]
+        samples = sample(
+            logits, history={0: 1, 1: 1, 2: 1, 3: 1}, repetition_penalty=repetition, temperature=[1.0], top_p=0.9
+        )
+        assert not samples.failed[0]
+        assert samples.token_ids[0] in (0, 1)
 
 
 # Log probabilities
@@ -203,6 +324,25 @@ def test_min_p(sample: Sample) -> None:
     assert drawn_ids(sample, logits, min_p=0.5, temperature=2.0) == {0, 1, 2}
 
 
+def test_typical_p(sample: Sample) -> None:
+    # masses 0.5, 0.25, 0.125, 0.0625, 0.0625; information 1 to 4 bits, entropy 1.875 bits: id 1 is nearest, then 0, 2
+    logits = [np.log(0.5), np.log(0.25), np.log(0.125), np.log(0.0625), np.log(0.0625)]
+    logits = [round(x * 64) / 64 for x in logits]
+    assert drawn_ids(sample, logits, typical_p=0.2) == {1}
+    assert drawn_ids(sample, logits, typical_p=0.7) == {0, 1}
+    assert drawn_ids(sample, logits, typical_p=0.8) == {0, 1, 2}
+    assert drawn_ids(sample, logits, typical_p=0.9) == {0, 1, 2, 3, 4}
+    assert drawn_ids(sample, logits, typical_p=1.0) == {0, 1, 2, 3, 4}
+
+
+def test_typical_p_works_on_what_the_others_kept(sample: Sample) -> None:
+    # of three ids with masses 4/7, 2/7, 1/7 and an entropy of 1.38 bits the first, of 0.81 bits, and the second, of
+    # 1.81 bits, are nearest in turn: which one shows that the entropy is that of the three
+    logits = [2.0, 1.3125, 0.625, -0.0625, -0.0625]
+    assert drawn_ids(sample, logits, typical_p=0.2) == {1}
+    assert drawn_ids(sample, logits, typical_p=0.2, top_k=2) == {0}
+
+
 def test_truncation_ignores_what_cannot_be_drawn(sample: Sample) -> None:
     assert drawn_ids(sample, [-INF, 1.0, -INF, 0.5, 0.25], top_k=4) == {1, 3, 4}
     assert drawn_ids(sample, [-INF, 1.0, -INF, 0.5, 0.25], top_p=0.999) == {1, 3, 4}
@@ -255,6 +395,12 @@ def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
         "top_k": rng.choice([0, 1, 20, 40], rows),
         "top_p": rng.choice([1.0, 0.95, 0.5, 0.05], rows),
         "min_p": rng.choice([0.0, 0.05, 0.3], rows),
+        "typical_p": rng.choice([1.0, 0.9, 0.5], rows),
+        "repetition_penalty": rng.choice([1.0, 1.3, 0.7], rows),
+        "frequency_penalty": rng.choice([0.0, 0.3, -0.2], rows),
+        "presence_penalty": rng.choice([0.0, 1.1], rows),
+        "biases": {int(i): float(v) for i, v in zip(rng.integers(0, vocab, 9), rng.normal(0, 5, 9), strict=True)},
+        "history": dict(zip(rng.permutation(vocab)[:40].tolist(), rng.integers(0, 5, 40).tolist(), strict=True)),
         "seed": rng.integers(0, 2**63, rows) * 2 + 1,
         "position": rng.integers(0, 2**31, rows),
         "masked_ids": [rng.integers(0, vocab, 3) for _ in range(rows)],
@@ -269,44 +415,59 @@ def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
             np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-6)
 
 
-# Rows
+# Scores
 
 
-def test_state_fills_rows_of_the_plan(plan_writer: Callable[..., Any], new_request: Callable[..., Request]) -> None:
-    state, writer = SamplingState(8), plan_writer()
-    state.admit(2, new_request([1, 2, 3], temperature=0.5, top_k=7, seed=-1, want_logprobs=True))
-    state.admit(5, new_request([1], top_p=0.25, min_p=0.125, seed=9))
-    batch = state.select(writer.plan([(5, [1, 8, 9], 3), (7, [1, 2], 0), (2, [1, 2, 3], 1)]))
-    assert batch.temperature.tolist() == [1.0, 1.0, 1.0, 0.5]
-    assert batch.top_k.tolist() == [0, 0, 0, 7]
-    assert batch.top_p.tolist() == [0.25, 0.25, 0.25, 1.0]
-    assert batch.min_p.tolist() == [0.125, 0.125, 0.125, 0.0]
-    assert batch.seed.tolist() == [9, 9, 9, 2**64 - 1]
-    assert batch.position.tolist() == [1, 2, 3, 3]
-    assert batch.want_logprob.tolist() == [False, False, False, True]
+@pytest.mark.parametrize("vocab", [3, 8, 63, 64, 1000])
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_scores_are_those_of_the_oracle(vocab: int, num_top: int) -> None:
+    logits = normal(6, vocab)
+    logits[1] = 0.5
+    logits[2, ::2] = -INF
+    rows = np.array([5, 0, 1, 1, 2], np.int32)
+    token_ids = np.array([0, vocab - 1, vocab // 2, 0, 1], np.int32)
+    expected = NumpyBackend().score(logits, rows, token_ids, num_top)
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
+        actual = backend.score(torch.from_numpy(logits).to(dtype), rows, token_ids, num_top)
+        for name in ("ranks", "top_token_ids"):
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+        for name in ("logprobs", "top_logprobs"):
+            np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5, rtol=1e-6)
 
 
-def test_end_tokens_are_masked_until_the_minimum_is_reached(
-    plan_writer: Callable[..., Any], new_request: Callable[..., Request]
-) -> None:
-    state, writer = SamplingState(8), plan_writer()
-    request = new_request([1, 2, 3], min_output_tokens=2, eos_token_ids=(4,), stop_token_ids=tuple(range(10, 30)))
-    state.admit(0, request)
-    masked = []
-    for tokens in ([1, 2, 3], [7], [7], [7]):  # draws output tokens 0, 1, 2, 3
-        batch = state.select(writer.plan([(0, tokens, 1)]))
-        masked.append(batch.masked_ids[0, : batch.num_masked[0]].tolist())
-    assert masked == [[4, *range(10, 30)], [4, *range(10, 30)], [], []]
+def test_the_rank_counts_more_probable_tokens() -> None:
+    backend = CpuBackend("float32", num_threads=1)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -INF]])
+    scores = backend.score(logits.expand(5, 5).contiguous(), int32(range(5)), int32(range(5)), 3)
+    assert scores.ranks.tolist() == [4, 1, 3, 1, 5]
+    assert scores.top_token_ids.reshape(5, 3).tolist() == [[1, 3, 2]] * 5
 
 
-def test_a_row_forgets_its_last_request(plan_writer: Callable[..., Any], new_request: Callable[..., Request]) -> None:
-    state, fresh = SamplingState(8), SamplingState(8)
-    state.admit(0, new_request([1], temperature=0.1, top_k=3, min_output_tokens=9, eos_token_ids=tuple(range(20))))
-    state.admit(0, new_request([1, 2], temperature=0.0))
-    fresh.admit(0, new_request([1, 2], temperature=0.0))
-    plan = plan_writer().plan([(0, [1, 2], 1)])
-    for entry in fields(SamplingBatch):
-        if entry.name != "masked_ids":
-            np.testing.assert_array_equal(
-                getattr(state.select(plan), entry.name), getattr(fresh.select(plan), entry.name)
-            )
+def test_a_score_equals_the_logprob_that_came_with_the_draw(dtype: str) -> None:
+    """Of the model's own distribution, whatever changed the draw."""
+    backend = CpuBackend(dtype, num_threads=2)
+    logits = torch.from_numpy(normal(20, 777)).to(getattr(torch, dtype))
+    drawn = backend.sample(logits, parameters(20, temperature=3.0, seed=np.arange(20), biases={3: 20.0}))
+    scores = backend.score(logits, int32(range(20)), drawn.token_ids, 2)
+    assert scores.logprobs.tolist() == drawn.logprobs.tolist()
+    best = scores.ranks == 1
+    assert scores.top_logprobs[::2][best].tolist() == drawn.logprobs[best].tolist()
+
+
+def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary() -> None:
+    logits = normal(3, 40)
+    logits[1, 7] = NAN
+    logits[2] = NAN
+    scores = CpuBackend("float32", num_threads=1).score(
+        torch.from_numpy(logits), int32([0, 1, 2]), int32([1, 2, 3]), 20
+    )
+    assert np.isnan(scores.logprobs).tolist() == [False, True, True]
+    assert np.isnan(scores.top_logprobs[20:]).all()
+    for ids in scores.top_token_ids.reshape(3, 20):
+        assert len(set(ids.tolist())) == 20
+        assert ((ids >= 0) & (ids < 40)).all()
+
+
+def int32(values: Any) -> np.ndarray:
+    return np.array(values, np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def generate(
 ) -> dict[int, Output]:
     runner.speculator = speculator
     scheduler = Scheduler(SchedulerConfig(num_blocks, 16, NUM_ROWS, budget, 256))
-    outputs = {request.request_key: Output() for request in requests}
+    outputs = {key: Output() for request in requests for key in request.output_keys}
     for request in requests:
         scheduler.add(request, 0)
     while scheduler.has_work:
@@ -140,6 +141,7 @@ def request(key: int, max_output: int = 24, **fields: object) -> Request:
         sampling,
         want_logprobs=True,
         max_draft_tokens=limit,
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -168,6 +170,53 @@ def test_tokens_are_the_same_for_every_draft_length(
         assert together[key].text == squeezed[key].text == plain[key].text
     for key in (2, 5):
         assert generate(runner, [request(key)], ngram(num_drafts))[key].text == plain[key].text
+
+
+@pytest.mark.parametrize(("key", "num_drafts"), [(2, 0), (5, 3)], ids=["greedy", "random with drafts"])
+def test_an_output_is_the_same_for_every_count_of_outputs(runner: ModelRunner, key: int, num_drafts: int) -> None:
+    """Bit by bit: of four, of two, alone; with the prefix cache or, where there are drafts, without; preempted."""
+    four = request(key, 16, num_outputs=4, bypass_prefix_cache=num_drafts > 0)
+    expected = {}
+    for index, each in enumerate(four.output_keys):
+        expected[each] = generate(runner, [four.output(index)], None)[each].text
+    assert len({str(text) for text in expected.values()}) == (1 if key == 2 else 4)
+    assert {each: output.text for each, output in generate(runner, [four], ngram(num_drafts)).items()} == expected
+    two = generate(runner, [request(key, 16, num_outputs=2)], ngram(num_drafts))
+    assert [two[key].text, two[key + 1].text] == [expected[key], expected[key + 1]]
+    num_preemptions = 0
+    for num_blocks in (4, 5):
+        squeezed = generate(runner, [four], ngram(num_drafts), num_blocks, budget=21)
+        assert {each: output.text for each, output in squeezed.items()} == expected
+        num_preemptions += sum(output.num_preemptions for output in squeezed.values())
+    assert key == 2 or num_preemptions > 0
+
+
+PROCESSORS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"repetition_penalty": 0.8, "logit_bias": ((40, 6.0), (41, 6.0)), "typical_p": 0.9},
+    {"banned_token_ids": tuple(range(0, 49152, 4)), "presence_penalty": -0.5, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_processors_give_the_same_tokens_for_every_draft_length(runner: ModelRunner, num_drafts: int) -> None:
+    """Penalties count the drafts before a position, and no rejected ones, and none twice after a preemption."""
+    requests = [request(key) for key in range(4)]
+    requests = [
+        replace(r, sampling=replace(r.sampling, **fields)) for r, fields in zip(requests, PROCESSORS, strict=True)
+    ]
+    expected = generate(runner, requests, None)
+    right = scripts(expected)
+    squeezed = generate(runner, requests, ngram(num_drafts), num_blocks=5, budget=24)
+    for outputs in (
+        squeezed,
+        generate(runner, requests, ngram(num_drafts)),
+        generate(runner, requests, speculator(ScriptedDrafter(right, num_drafts=num_drafts))),
+        generate(runner, requests, speculator(ScriptedDrafter(right, wrong_by=1, num_drafts=num_drafts))),
+    ):
+        assert {key: output.text for key, output in outputs.items()} == {k: o.text for k, o in expected.items()}
+    assert sum(output.num_preemptions for output in squeezed.values()) > 0
 
 
 @pytest.mark.parametrize("num_drafts", range(6))

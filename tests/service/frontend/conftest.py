@@ -86,24 +86,27 @@ class FakeEngine:
         self._next_key = 0
         self._step_id = 0
 
-    def new_request_key(self) -> int:
-        self._next_key += 1
-        return self._next_key
+    def new_request_key(self, num_outputs: int = 1) -> int:
+        request_key = self._next_key + 1
+        self._next_key += num_outputs
+        return request_key
 
     async def submit(self, request: Request, sink: GenerationSink) -> None:
         if not self.ready:
             raise EngineUnavailable("the engine is restarting")
-        sequence = FakeSequence(request, sink)
         self.submitted.append(request)
-        self.sequences[request.request_key] = sequence
+        for index, request_key in enumerate(request.output_keys):
+            self.sequences[request_key] = FakeSequence(request.output(index), sink)
         self._arrived.set()
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
-            self.forget(request.request_key)
+            for request_key in request.output_keys:
+                self.forget(request_key)
             raise
         if self.refusal is not None:
-            del self.sequences[request.request_key]
+            for request_key in request.output_keys:
+                del self.sequences[request_key]
             raise self.refusal
 
     def cancel(self, request_key: int) -> None:
