@@ -250,7 +250,7 @@ cdef class Scheduler:
 
     cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil:
         """Slots behind its next token that it holds or that no running sequence can need in this step."""
-        cdef int num_blocks = max(s.num_blocks, s.num_computed // self.block_size + 1)
+        cdef int num_blocks = s.num_blocks + (s.num_computed == s.num_blocks * self.block_size)
         num_blocks += max(0, self.pool.num_free - num_running)
         return num_blocks * self.block_size - s.num_computed - 1
 
