@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation gpu-check wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -64,6 +64,12 @@ bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six ki
 
 gpu-check: $(VENV)/.built ## Check and measure the CUDA device in four minutes, ending with a table (DRY=1: without a GPU, on the checker).
 	@$(BIN)/python benchmarks/gpu_check.py $(if $(DRY),--dry) $(ARGS)
+
+simulate: $(VENV)/.built ## Random workloads against the scheduler: SEEDS of them (1000), from FIRST (0) on.
+	@$(BIN)/python tests/scheduler/simulator.py --first $(or $(FIRST),0) --seeds $(or $(SEEDS),1000)
+
+sanitize: $(VENV)/.dev build ## Build the scheduler with sanitizers for addresses and undefined behaviour and test it.
+	@bash tests/sanitize.sh
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh
