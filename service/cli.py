@@ -23,6 +23,7 @@ from foreword.service.logs import configure_logging
 from foreword.service.terminal import LoadProgress, timing_summary, write_line, write_note, write_piece
 from foreword.service.values import Address
 from foreword.service.version import installed_version
+from foreword.v1.constraint_pb2 import Constraint
 
 DEMO_QUESTION = "What is a foreword? Answer in two sentences."
 DEMO_MAX_OUTPUT_TOKENS = 96
@@ -152,6 +153,7 @@ def _add_generation_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="X", help="keep tokens this likely relative to the best")
     parser.add_argument("--seed", type=_integer(64), metavar="N", help="same seed, same tokens")
     parser.add_argument("--stop", type=_text, action="append", metavar="TEXT", help="end at this text; may be repeated")
+    parser.add_argument("--json-schema", metavar="FILE", help="the output is JSON that is valid under this schema")
     parser.add_argument("--timing", action="store_true", help="show a timing summary")
     _add_client_flags(parser)
 
@@ -342,4 +344,14 @@ def _generation_options(options: argparse.Namespace) -> GenerationOptions:
         "min_p": options.min_p,
         "seed": options.seed,
         "stop_strings": options.stop,
+        "constraint": _json_constraint(options.json_schema) if options.json_schema is not None else None,
     }
+
+
+def _json_constraint(path: str) -> Constraint:
+    try:
+        return Constraint(json_schema=Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--json-schema: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--json-schema: {path}: not UTF-8") from None

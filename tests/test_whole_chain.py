@@ -6,15 +6,17 @@ Runs the server with its engine process on the default model and talks to it thr
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from foreword.clients import AsyncClient, Generation, Message
+from foreword.clients import AsyncClient, ForewordClientError, Generation, Message
 from foreword.service.config import ServerConfig
 from foreword.service.server import running_server
+from foreword.v1.constraint_pb2 import Constraint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -22,6 +24,11 @@ NUM_STREAMS = 32
 BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 2
 """Tokens, layers, keys and values, heads, head size, bytes of bfloat16: a block of the default model's KV cache."""
 
+CONSTRAINTS = (
+    Constraint(regex="[A-Z][a-z]+( [a-z]+){3,40}[.]"),
+    Constraint(json_schema='{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'),
+    Constraint(grammar='root ::= item+\nitem ::= "- " [a-z]+ ("(" item ")")? "\\n"'),
+)
 SUBJECTS = ("rivers", "paper", "bread", "bees", "glass", "clocks", "maps", "ships")
 
 
@@ -37,6 +44,8 @@ def request(index: int) -> tuple[list[Message] | str, dict[str, Any]]:
         options |= {"temperature": 0.0}
     if index % 4 == 1 and index > 8:
         options |= {"stop_strings": [" the", ". "]}
+    if index % 5 == 2:
+        options |= {"constraint": CONSTRAINTS[index % 3]}
     return (text if index % 2 else [Message("user", text)]), options
 
 
@@ -117,6 +126,23 @@ async def test_cancelled_neighbours_change_nothing(client: AsyncClient, alone: l
             break
         load = await client.load()
     assert load.free_block_count == load.block_count
+
+
+async def test_constraints_that_explode_change_nothing_for_others(client: AsyncClient, alone: list[Generation]) -> None:
+    bombs = [
+        Constraint(json_schema=json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(2000 + n)}}))
+        for n in range(3)
+    ]
+
+    async def refused(constraint: Constraint) -> str:
+        with pytest.raises(ForewordClientError) as caught:
+            await client.generate("x", constraint=constraint)
+        return str(caught.value)
+
+    prompt, options = request(2)
+    kept, *messages = await asyncio.gather(client.generate(prompt, **options), *map(refused, bombs))
+    assert same(kept, alone[2])
+    assert all("constraint.json_schema" in message for message in messages)
 
 
 async def test_text_is_the_decoding_of_the_ids(client: AsyncClient, alone: list[Generation]) -> None:

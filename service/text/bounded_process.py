@@ -33,17 +33,19 @@ class HelperFailed(Exception):
 class BoundedProcess:
     """A helper: started when needed, killed when it takes too long. Safe for concurrent use, one message at a time."""
 
-    def __init__(self, script: str, setup: Json, time_limit_s: float) -> None:
+    def __init__(self, script: str, setup: Json, time_limit_s: float, setup_limit_s: float | None = None) -> None:
         """Prepare; the process starts at the first message, or by `start`.
 
         Args:
             script: file that calls `serve`.
             setup: first message to every new process.
             time_limit_s: for the answer to a message.
+            setup_limit_s: for the answer to the setup, where that is not a stranger's; `None` for the same.
         """
         self._script = script
         self._setup = setup
         self._time_limit_s = time_limit_s
+        self._setup_limit_s = time_limit_s if setup_limit_s is None else setup_limit_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -84,7 +86,7 @@ class BoundedProcess:
         self._stream = self._connection.makefile("rwb")
         try:
             self._ask({}, START_LIMIT_S)
-            self._ask(self._setup, self._time_limit_s)
+            self._ask(self._setup, self._setup_limit_s)
         except HelperFailed:
             self._stop()
             raise

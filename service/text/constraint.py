@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foreword.scheduler.errors import InvalidField
 from foreword.service.text import grammar_process
-from foreword.service.text.bounded_process import BoundedProcess, HelperFailed
+from foreword.service.text.bounded_process import START_LIMIT_S, BoundedProcess, HelperFailed
 
 MAX_CACHED = 256
 
@@ -43,7 +43,7 @@ class ConstraintCompiler:
             time_limit_s: a constraint that takes longer is refused.
         """
         setup = {"tokenizer": tokenizer_json, "vocab_size": vocab_size}
-        self._process = BoundedProcess(grammar_process.__file__, setup, time_limit_s)
+        self._process = BoundedProcess(grammar_process.__file__, setup, time_limit_s, START_LIMIT_S)
         self._grammars: OrderedDict[Constraint, str] = OrderedDict()
 
     def start(self) -> None:

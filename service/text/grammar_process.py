@@ -75,6 +75,8 @@ def grammar_of(kind: str, source: str) -> str:
     if kind == "json_object":
         return _json_grammar({"type": "object"})
     if kind == "regex":
+        if (len(source) - len(source.rstrip("\\"))) % 2:  # the library takes it for a backslash
+            raise ValueError("a backslash at the end")
         return f"start: /{regex_to_lark(source, 'dws')}/"  # classes such as \\d are of ASCII, as in RE2
     if kind == "grammar":
         return gbnf_to_lark(source)

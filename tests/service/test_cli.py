@@ -248,6 +248,27 @@ def test_generate_leaves_sampling_to_the_server(fake_server: FakeServer) -> None
     assert fake_server.specs[0].sampling == SamplingConfig()
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_a_json_schema_is_read_from_a_file(
+    fake_server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"title": "é"}', encoding="utf-8")
+    assert cli.main([*command, "--target", fake_server.target, "--json-schema", str(schema)]) == 0
+    assert fake_server.specs[0].constraint.json_schema == '{"title": "é"}'
+
+
+def test_a_json_schema_that_cannot_be_read(
+    fake_server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "schema.json"
+    arguments = ["generate", "x", "--target", fake_server.target, "--json-schema", str(path)]
+    assert f"--json-schema: {path}: No such file" in fails_in_one_line(capsys, arguments)
+    path.write_bytes(b"\xff")
+    assert "not UTF-8" in fails_in_one_line(capsys, arguments)
+
+
 @pytest.mark.parametrize("arguments", [["models"], ["generate", "x"], ["models", "--help"], ["--version"]])
 def test_a_reader_that_leaves_early_ends_quietly(fake_server: FakeServer, arguments: list[str]) -> None:
     target = [] if arguments == ["--version"] else ["--target", fake_server.target]
