@@ -5,6 +5,7 @@
 
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
 
 
 cdef extern from "cpu_kernels.h" nogil:
@@ -22,9 +23,21 @@ cdef extern from "cpu_kernels.h" nogil:
     void silu_and_mul_row "silu_and_mul"(const void *gate_up, void *out, int64_t width, int bf16)
     void rotate_and_store_row "rotate_and_store"(void *qkv, const float *cos, const float *sin,
                                                  const paged_cache *cache, int64_t slot, int64_t num_heads, int bf16)
-    void attention_row "attention"(const void *queries, const int32_t *blocks, const paged_cache *cache,
-                                   int64_t kv_head, int64_t group, int64_t first, int64_t last, float scale, void *out,
-                                   int bf16)
+    enum:
+        QUERY_TOKENS
+    ctypedef struct attention_batch:
+        const void *queries
+        int64_t query_stride
+        const int32_t *positions
+        const int32_t *rows
+        const int32_t *block_table
+        int64_t max_blocks
+        int64_t num_heads
+        int64_t window
+        float scale
+        void *out
+    void attention_tokens "attention"(const attention_batch *batch, const paged_cache *cache, int64_t kv_head,
+                                      int64_t token, int64_t count, int bf16)
 
 
 cdef extern from "cpu_sampling.h" nogil:
@@ -151,24 +164,34 @@ def rotate_and_store(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t posi
 def attention(uintptr_t queries, int64_t query_stride, uintptr_t positions, uintptr_t token_rows,
               uintptr_t block_table, int64_t max_blocks, PagedCache cache, uintptr_t out, int64_t num_tokens,
               int64_t num_heads, float scale, int64_t window, bint bf16, int num_threads):
+    cdef attention_batch batch
     cdef int64_t groups = cache.layer.num_kv_heads
-    cdef int64_t out_stride = num_heads * cache.layer.head_dim
-    cdef size_t size = element_size(bf16)
-    cdef const int32_t *position = <const int32_t *>positions
-    cdef const int32_t *row = <const int32_t *>token_rows
-    cdef int64_t item, token, last, first
+    cdef int64_t item, token, num_parts = 0
     cdef int64_t elements = 0
-    for token in range(num_tokens):
-        elements += (position[token] + 1) * out_stride // 4  # an element of attention is cheap beside one of a norm
-    # A token and KV head is one unit of work; long and short contexts mix, so threads take units as they get free.
-    for item in prange(num_tokens * groups, nogil=True, schedule="dynamic",
-                       num_threads=team(elements, num_threads)):
-        token = item // groups
-        last = position[token]
-        first = last - window + 1 if 0 < window <= last else 0
-        attention_row(<const void *>(queries + token * query_stride * size),
-                      <const int32_t *>block_table + row[token] * max_blocks, &cache.layer, item % groups,
-                      num_heads // groups, first, last, scale, <void *>(out + token * out_stride * size), bf16)
+    cdef int64_t *parts = <int64_t *>malloc((num_tokens + 1) * sizeof(int64_t))
+    if parts == NULL:
+        raise MemoryError()
+    batch.queries = <const void *>queries
+    batch.query_stride = query_stride
+    batch.positions = <const int32_t *>positions
+    batch.rows = <const int32_t *>token_rows
+    batch.block_table = <const int32_t *>block_table
+    batch.max_blocks = max_blocks
+    batch.num_heads = num_heads
+    batch.window = window
+    batch.scale = scale
+    batch.out = <void *>out
+    for token in range(num_tokens):  # parts of up to QUERY_TOKENS tokens of one sequence
+        if num_parts == 0 or batch.rows[token] != batch.rows[token - 1] or token - parts[num_parts - 1] == QUERY_TOKENS:
+            parts[num_parts] = token
+            num_parts += 1
+        elements += (batch.positions[token] + 1) * num_heads * cache.layer.head_dim // 4  # cheap beside those of a norm
+    parts[num_parts] = num_tokens
+    # A part and a KV head is one unit of work; long and short contexts mix, so threads take units as they get free.
+    for item in prange(num_parts * groups, nogil=True, schedule="dynamic", num_threads=team(elements, num_threads)):
+        attention_tokens(&batch, &cache.layer, item % groups, parts[item // groups],
+                         parts[item // groups + 1] - parts[item // groups], bf16)
+    free(parts)
 
 
 def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch, samples, int num_threads):
