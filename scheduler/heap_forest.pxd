@@ -21,7 +21,7 @@ cdef class HeapForest:
     cdef HeapNode* nodes  # [capacity]
 
     cpdef int push(self, int root, int item, int64_t major, int64_t minor) except -2 nogil  # the new root
-    cpdef int remove(self, int root, int item) noexcept nogil  # a member of the heap at this root; the new root
+    cpdef int remove(self, int root, int item) noexcept nogil  # from the heap at this root, if it is a member; the new root
     cpdef bint is_member(self, int item) noexcept nogil
     cdef int meld(self, int a, int b) noexcept nogil
     cdef int meld_children(self, int item) noexcept nogil

@@ -23,7 +23,7 @@ class HeapForest:
         """
 
     def remove(self, root: int, item: int) -> int:
-        """Take a member out of the heap at `root`, the root itself or another, and return the heap's new root."""
+        """Take an item out of the heap at `root`, which has it if any heap has, and return the heap's new root."""
 
     def is_member(self, item: int) -> bool:
         """Whether an item is in a heap."""

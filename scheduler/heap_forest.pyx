@@ -34,6 +34,8 @@ cdef class HeapForest:
         return self.meld(root, item)
 
     cpdef int remove(self, int root, int item) noexcept nogil:
+        if not self.is_member(item):
+            return root
         cdef HeapNode* node = &self.nodes[item]
         cdef int children = self.meld_children(item)
         self.size -= 1
@@ -50,7 +52,7 @@ cdef class HeapForest:
         return self.meld(root, children)
 
     cpdef bint is_member(self, int item) noexcept nogil:
-        return self.nodes[item].previous != NOT_MEMBER
+        return 0 <= item < self.capacity and self.nodes[item].previous != NOT_MEMBER
 
     cdef int meld(self, int a, int b) noexcept nogil:
         """One heap of two: the later of the two roots becomes the first child of the other."""

@@ -14,7 +14,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DeadlineInfeasible, DuplicateRequest, QueueFull
 from foreword.scheduler.reference_blocks import ReferenceBlocks
 from foreword.scheduler.reference_queue import ReferenceQueue
-from foreword.scheduler.request import Request
+from foreword.scheduler.request import MIN_PRIORITY, Request
 from foreword.scheduler.step import (
     SEQUENCE_UPDATE,
     Drafts,
@@ -38,7 +38,6 @@ class _Sequence:
     order: int
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
-    rank: int = 0
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
@@ -66,7 +65,7 @@ class _Sequence:
     @property
     def place(self) -> tuple[int, int]:
         """Sorts running sequences in the order in which they are served."""
-        return -self.rank, self.order
+        return -self.request.priority, self.order
 
     @property
     def num_prompt(self) -> int:
@@ -328,23 +327,19 @@ class ReferenceScheduler:
         for s in prefills:
             if not s.can_be_planned:
                 continue
-            self._schedule_admissions(prefills, above=s.rank)
+            self._schedule_admissions(prefills, above=s.request.priority)
             if not self.planned and self._num_in_reach(s) == 0 and not self._make_room(s):
                 continue
             num_tokens = min(len(s.tokens) - s.num_computed, self.num_budget, self._num_in_reach(s))
             if num_tokens:
                 self._schedule(s, num_tokens)
-        self._schedule_admissions(prefills)
+        self._schedule_admissions(prefills, above=MIN_PRIORITY - 1)
 
-    def _schedule_admissions(self, prefills: list[_Sequence], above: int | None = None) -> None:
+    def _schedule_admissions(self, prefills: list[_Sequence], above: int) -> None:
         if self.has_preempted:
             return
-        while best := self.waiting.best(self.passed, self.now_ns):
-            s, rank = best
-            if above is not None and rank <= above:
-                break
-            s.rank = rank
-            if not self.planned and above is None and not self.open:
+        while s := self.waiting.best(self.passed, above, self.now_ns):
+            if not self.planned and above < MIN_PRIORITY and not self.open:
                 while not self.free_rows or self._num_taken(s) > self.blocks.num_free:
                     self._preempt(self._running()[-1])
                 num_free = self.blocks.num_free

@@ -82,16 +82,15 @@ class ReferenceQueue(Generic[S]):
         if s in self.members:
             self.members.remove(s)
 
-    def best(self, passed: list[S], now_ns: int) -> tuple[S, int] | None:
-        """The next request that has not been passed, and its rank."""
-        candidates = [s for s in self.members if s not in passed]
+    def best(self, passed: list[S], above: int, now_ns: int) -> S | None:
+        """The next request of a priority above `above` that has not been passed."""
+        candidates = [s for s in self.members if s not in passed and s.request.priority > above]
         if not candidates:
             return None
         priority = max({s.request.priority for s in candidates}, key=lambda p: (self._rank(p, now_ns), -p))
         level = [s for s in candidates if s.request.priority == priority]
         oldest = {s.request.tenant: s for s in sorted(level, key=lambda s: -s.order)}
-        first = min(oldest.values(), key=lambda s: (self._flow(s).service, s.order))
-        return first, self._rank(priority, now_ns)
+        return min(oldest.values(), key=lambda s: (self._flow(s).service, s.order))
 
     def admit(self, s: S, now_ns: int) -> None:
         """A request leaves because it gets a row."""

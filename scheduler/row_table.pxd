@@ -8,8 +8,8 @@ from foreword.scheduler.sequence_table cimport Sequence, SequenceTable
 
 
 cdef inline bint is_before(Sequence* a, Sequence* b) noexcept nogil:
-    """Which of two sequences is served first: the one of higher rank, then the older one."""
-    return a.rank > b.rank or (a.rank == b.rank and a.order < b.order)
+    """Which of two sequences is served first: the one of higher priority, then the older one."""
+    return a.priority > b.priority or (a.priority == b.priority and a.order < b.order)
 
 
 cdef class RowTable:

@@ -66,7 +66,7 @@ cdef class Scheduler:
     cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil
     cdef int schedule_prompts(self) except -1 nogil
     cdef int schedule_prefill(self, int entry) except -1 nogil
-    cdef int schedule_admissions(self, int64_t above, int num_reserved) except -1 nogil
+    cdef int schedule_admissions(self, int above, int num_reserved) except -1 nogil
     cdef int admit(self, int entry) except -1 nogil
     cdef int plan(self, int entry, int num_tokens) except -1 nogil
 
@@ -88,5 +88,4 @@ cdef class Scheduler:
     cdef void leave_leader(self, int entry) noexcept nogil
     cdef int queue_followers(self, int leader) except -1 nogil
     cdef int end(self, int entry, int finish_reason) except -1 nogil
-    cdef void forget_deadline(self, int entry) noexcept nogil
     cdef int find_active(self, object request_key) except -2

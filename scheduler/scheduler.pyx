@@ -1,12 +1,12 @@
 """The scheduler's two steps over C state: `schedule` writes a plan, `apply` takes its result.
 
-A step serves `running` in order of (rank, arrival): first a token for every decoding sequence, then prompt chunks, and
-between these, by rank, admissions from `waiting`. Drafts get what none of them can use. Blocks are taken as tokens are
+A step serves `running` in order of (priority, arrival): first a token for every decoding sequence, then prompt chunks,
+and before a chunk what waits with a higher priority; in the end all that waits. Drafts get what none of them can use. Blocks are taken as tokens are
 planned. A decoding sequence that finds no block takes those of the last in order, which is never one that this step has
 planned already. Both cores run without the GIL and allocate nothing.
 """
 
-from libc.stdint cimport INT32_MAX, INT64_MIN
+from libc.stdint cimport INT32_MAX, INT32_MIN
 from libc.stdlib cimport free, malloc
 
 from foreword.scheduler.admission cimport check_bounds, check_deadline, check_queue, check_request
@@ -176,7 +176,7 @@ cdef class Scheduler:
         s.update.finish_reason = finish_reason
         self.leave_leader(entry)
         self.queue_followers(entry)
-        self.forget_deadline(entry)
+        self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
         self.ended[self.num_ended] = entry
         self.num_ended += 1
         if s.row < 0:
@@ -186,10 +186,6 @@ cdef class Scheduler:
         elif not s.num_planned:
             self.release_row(s)
         return 0
-
-    cdef void forget_deadline(self, int entry) noexcept nogil:
-        if self.deadlines.is_member(entry):
-            self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
 
     # Schedule
 
@@ -315,12 +311,12 @@ cdef class Scheduler:
 
     cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil:
         """Slots behind its next token that it holds or that no running sequence can need in this step."""
-        cdef int num_blocks = max(s.num_blocks, s.num_computed // self.block_size + 1)
+        cdef int num_blocks = s.num_blocks + (s.num_computed == s.num_blocks * self.block_size)
         num_blocks += max(0, self.pool.num_free - num_running)
         return num_blocks * self.block_size - s.num_computed - 1
 
     cdef int schedule_prompts(self) except -1 nogil:
-        """Plan prompt chunks of running sequences, and admit what waits: before a sequence all that ranks above it."""
+        """Plan prompt chunks of running sequences, and admit what waits: before a sequence all of higher priority."""
         cdef int i, num_blocks, num_reserved = 0
         cdef Sequence* s
         for i in range(self.num_prefills):
@@ -331,11 +327,11 @@ cdef class Scheduler:
             s = &self.sequences[self.prefills[i]]
             if not is_ready(s):
                 continue
-            self.schedule_admissions(s.rank, num_reserved)
+            self.schedule_admissions(s.priority, num_reserved)
             num_blocks = s.num_blocks
             self.schedule_prefill(self.prefills[i])
             num_reserved -= s.num_blocks - num_blocks
-        self.schedule_admissions(INT64_MIN, num_reserved)
+        self.schedule_admissions(INT32_MIN, num_reserved)
         for i in range(self.num_passed):
             self.waiting.put_back(self.passed[i])
         return 0
@@ -355,8 +351,8 @@ cdef class Scheduler:
             self.plan(entry, num_tokens)
         return 0
 
-    cdef int schedule_admissions(self, int64_t above, int num_reserved) except -1 nogil:
-        """Give waiting requests that rank above `above` rows as long as the blocks for all their tokens are free.
+    cdef int schedule_admissions(self, int above, int num_reserved) except -1 nogil:
+        """Give waiting requests of a priority above `above` rows as long as the blocks for all their tokens are free.
 
         The blocks that running prompts need and one for every running sequence stay untouched: what is admitted into
         them would soon be preempted. Only the last one admitted gets less than all its tokens, when the budget ends.
@@ -370,7 +366,7 @@ cdef class Scheduler:
             if entry < 0:
                 break
             s = &self.sequences[entry]
-            if self.step.num_sequences == 0 and self.num_open == 0 and above == INT64_MIN:
+            if self.step.num_sequences == 0 and self.num_open == 0 and above == INT32_MIN:
                 # All rows are paused: they keep nobody from running.
                 self.preempt_paused(s)
                 num_free = self.pool.num_free
@@ -530,7 +526,7 @@ cdef class Scheduler:
             if s.follower >= 0 and (s.num_computed >= s.num_prompt or s.update.finish_reason):
                 self.queue_followers(entry)
             if s.update.finish_reason:
-                self.forget_deadline(entry)
+                self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
                 self.ended[self.num_ended] = entry
                 self.num_ended += 1
                 s.is_reported = True

@@ -34,7 +34,7 @@ cdef struct Sequence:
     int32_t* stop_token_ids  # [num_eos + num_stop] EOS ids first
     int32_t num_eos
     int32_t num_stop
-    int64_t rank  # when it was admitted: its priority, higher when that was passed over for long
+    int32_t priority
     int32_t flow  # of the waiting queue
     int32_t row  # -1 without one
     int32_t num_prompt

@@ -81,7 +81,7 @@ cdef class SequenceTable:
         s.max_tokens = max_tokens
         s.min_tokens = num_prompt + min(stopping.min_output_tokens, stopping.max_output_tokens)
         s.order = self.next_order
-        s.rank = request.priority
+        s.priority = request.priority
         s.deadline_ns = request.deadline_ns
         s.update.request_key = request.request_key
         self.num_free -= 1

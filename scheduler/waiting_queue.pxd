@@ -2,7 +2,7 @@
 
 A flow is what one tenant asks for at one priority. Its service counts the tokens that it got, divided by the tenant's
 weight; one that had nothing waiting starts no lower than those that wait (virtual token counters: Sheng et al., Fairness
-in Serving Large Language Models, OSDI 2024). The rank of a level, which is a priority, rises while it is passed over.
+in Serving Large Language Models, OSDI 2024). A level, which is a priority, ranks higher the longer it is passed over.
 """
 
 from libc.stdint cimport int64_t
@@ -57,7 +57,7 @@ cdef class WaitingQueue:
     cdef void close_flow(self, int flow) noexcept  # for one request fewer
     cdef int push(self, int entry, int64_t now_ns) except -1 nogil
     cdef int remove(self, int entry) except -1 nogil  # nothing happens when it is not in the queue
-    cdef int pop(self, int64_t now_ns, int64_t above) except -2 nogil  # the first entry that ranks above this, else -1
+    cdef int pop(self, int64_t now_ns, int above) except -2 nogil  # the first entry of a priority above this, else -1
     cdef int put_back(self, int entry) except -1 nogil  # what was popped and is not admitted
     cdef void admit(self, int entry, int64_t now_ns) noexcept nogil  # what was popped: its level starts to wait anew
     cdef void charge(self, int flow, int num_tokens) noexcept nogil

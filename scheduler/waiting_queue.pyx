@@ -113,19 +113,20 @@ cdef class WaitingQueue:
                     break
         return 0
 
-    cdef int pop(self, int64_t now_ns, int64_t above) except -2 nogil:
+    cdef int pop(self, int64_t now_ns, int above) except -2 nogil:
         """Of two levels with one rank the one that has waited longer to get there goes first: the lower one."""
         cdef int i, level, entry, best = -1
-        cdef int64_t rank, best_rank = above
+        cdef int64_t rank, best_rank = 0
         for i in range(self.num_waiting_levels):
             level = self.waiting_levels[i]
             rank = self.rank(level, now_ns)
-            if rank > best_rank or (rank == best_rank and level < best):
+            if level + MIN_PRIORITY <= above:
+                continue
+            if best < 0 or rank > best_rank or (rank == best_rank and level < best):
                 best, best_rank = level, rank
         if best < 0:
             return -1
         entry = self.flows[self.settle(&self.levels[best])].first
-        self.sequences[entry].rank = best_rank
         self.remove(entry)
         return entry
 

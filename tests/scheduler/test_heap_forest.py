@@ -30,7 +30,9 @@ def test_misuse_is_refused() -> None:
             forest.push(root, item, 1, 1)
     assert forest.size == 1
     assert forest.is_member(0)
-    assert not forest.is_member(1)
+    assert not any(forest.is_member(item) for item in (-1, 1, 2))
+    assert [forest.remove(root, item) for item in (-1, 1, 2)] == [root] * 3
+    assert forest.size == 1
     with pytest.raises(ValueError, match="capacity"):
         HeapForest(0)
 
