@@ -11,7 +11,7 @@ checker (tests/simt), small sizes, one stream on the CPU device; its times mean 
     rows        products of the model's layers are the same bits for every number of rows
     sanitizer   compute-sanitizer finds nothing in the accuracy checks
     ceilings    copy bandwidth and bfloat16 product rate of this machine, measured
-    speeds      attention against the ceilings, sampling, cost of a launch
+    speeds      attention against the ceilings, sampling with acceptance of 8 drafts, cost of a launch
     serving     output tokens per second through gRPC
 """
 
@@ -239,15 +239,17 @@ def speeds(machine: Machine) -> Iterator[Line]:
     share = work / machine.seconds(chunk.prepared(cuda)) / product
     yield Line(f"prompt attention, {context}", f"{share:.0%} of product", ">= 55%")
 
-    rows, vocab = machine.size(32 * 9, 4), machine.size(128 * 1024, 500)
+    sequences, vocab = machine.size(32, 2), machine.size(128 * 1024, 500)
+    rows = sequences * 9
+    drafts = (np.zeros(rows, np.int32), np.arange(0, rows + 1, 9, dtype=np.int32))
     logits = torch.randn(rows, vocab, device=machine.device).bfloat16()
     for name, params in {
         "greedy": sampling_batch(rows, temperature=0.0),
         "random": sampling_batch(rows),
         "top-k 50, top-p 0.95": sampling_batch(rows, top_k=50, top_p=0.95),
     }.items():
-        seconds = machine.seconds(lambda params=params: cuda.sample(logits, params))  # type: ignore[misc]
-        yield Line(f"sample {rows} x {vocab} {name}", f"{seconds * 1e6:.0f} us, copies included", "<= 60 us")
+        seconds = machine.seconds(lambda params=params: cuda.sample_and_accept(logits, params, *drafts))  # type: ignore[misc]
+        yield Line(f"sample and accept {rows} x {vocab} {name}", f"{seconds * 1e6:.0f} us, copies included", "<= 60 us")
     stream, weight = cuda.weight(np.ones((1, 32), np.float32)), cuda.weight(np.ones(32, np.float32))
     start, launches = time.perf_counter(), machine.size(2000, 20)
     for _ in range(launches):

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from foreword.gpu.backends.acceptance import AcceptedTokens
 from foreword.gpu.backends.backend import Backend, KVCacheShape
-from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.batch import Batch
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
@@ -27,9 +26,7 @@ from foreword.gpu.speculative.controller import DraftController
 from foreword.gpu.speculative.ngram_drafter import NgramDrafter
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import BoolArray, DraftState, Int32Array, StepPlan, StepResult, TokenScores
-
-IndexArray = npt.NDArray[np.intp]
+from foreword.scheduler.step import BoolArray, DraftState, StepPlan, StepResult, TokenScores
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cpu_backend import CpuBackend
@@ -117,27 +114,26 @@ class ModelRunner:
         if guided_rows:
             guided_rows.admit(plan)
             params = guided_rows.restrict(plan, params)
-        samples = backend.sample(logits[:num_logits], params)
-        accepted, failed = accept_drafts(plan, samples)
+        input_ids = plan.token_ids[plan.logits_indices]
+        tokens = backend.sample_and_accept(logits[:num_logits], params, input_ids, plan.logits_offsets)
         if guided_rows:
-            constraint_reasons = guided_rows.follow(plan, params, samples, accepted)
-        token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
-        self._sampling.append(plan, token_offsets, token_ids)
-        scores = self._score(logits, plan, np.flatnonzero(accepted), token_offsets, token_ids)
+            tokens, constraint_reasons = guided_rows.follow(plan, params, tokens)
+        self._sampling.append(plan, tokens.offsets, tokens.token_ids)
+        scores = self._score(logits, plan, tokens)
         drafts, draft_state = None, DraftState.DISABLED
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
-            drafts = self.speculator.follow(plan, token_offsets, token_ids, model_end_ns - start_ns)
+            drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
             if guided_rows and drafts:
                 drafts = guided_rows.cut(plan, drafts)
             draft_state = self.speculator.state
             draft_end_ns = time.perf_counter_ns()
         return StepResult(
             step_id=plan.step_id,
-            token_offsets=token_offsets,
-            token_ids=token_ids,
-            logprobs=samples.logprobs[accepted],
-            failed=failed,
+            token_offsets=tokens.offsets,
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            failed=tokens.failed,
             draft_duration_ns=draft_end_ns - model_end_ns,
             model_duration_ns=model_end_ns - start_ns,
             drafts=drafts,
@@ -159,14 +155,13 @@ class ModelRunner:
         rows = np.arange(len(plan.logits_indices), len(plan.logits_indices) + num_scored, dtype=np.int32)
         return self.decoder.backend.score(logits, rows, plan.scored_token_ids, num_top)
 
-    def _score(
-        self, logits: Any, plan: StepPlan, rows: IndexArray, token_offsets: Int32Array, token_ids: Int32Array
-    ) -> TokenScores | None:
-        """Scores of a result's tokens `[N]`, drawn from these rows of logits; None when no request asks for any."""
-        is_scored, num_top = self._sampling.scored(plan, token_offsets)
+    def _score(self, logits: Any, plan: StepPlan, tokens: AcceptedTokens) -> TokenScores | None:
+        """Scores of a result's tokens `[N]`; None when no request asks for any."""
+        is_scored, num_top = self._sampling.scored(plan, tokens.offsets)
         if not is_scored.any():
             return None
-        scores = self.decoder.backend.score(logits, rows[is_scored].astype(np.int32), token_ids[is_scored], num_top)
+        rows, token_ids = tokens.logits_rows[is_scored], tokens.token_ids[is_scored]
+        scores = self.decoder.backend.score(logits, rows, token_ids, num_top)
         return scores if is_scored.all() else _spread(scores, is_scored)
 
 
@@ -181,33 +176,6 @@ def _spread(scores: TokenScores, is_scored: BoolArray) -> TokenScores:
         np.append(scores.top_logprobs, np.zeros(scores.num_top, np.float32)),
     )
     return padded.take(np.where(is_scored, np.cumsum(is_scored) - 1, len(scores.ranks)))
-
-
-def accept_drafts(plan: StepPlan, samples: Samples) -> tuple[BoolArray, BoolArray]:
-    """Keep the drawn tokens of each sequence up to and including the first that differs from its draft.
-
-    Logits that cannot be sampled end the run before them, as they would have without drafts.
-
-    Returns:
-        accepted `[L]`, the drawn tokens that come out; failed `[B]`, sequences whose first logits cannot be sampled.
-    """
-    num_logits = len(plan.logits_indices)
-    owner = np.repeat(np.arange(plan.num_sequences), np.diff(plan.logits_offsets))
-    drafts = plan.token_ids[plan.logits_indices]
-    goes_on = np.zeros(num_logits, np.bool_)
-    goes_on[:-1] = (owner[1:] == owner[:-1]) & (samples.token_ids[:-1] == drafts[1:]) & ~samples.failed[:-1]
-    # Position i comes out when every position of its sequence before it goes on.
-    stops_before: Int32Array = np.cumsum(~goes_on, dtype=np.int32) - ~goes_on
-    first = plan.logits_offsets[:-1][owner]
-    accepted: BoolArray = stops_before == stops_before[first]
-    failed = np.zeros(plan.num_sequences, np.bool_)
-    has_logits = np.diff(plan.logits_offsets) > 0
-    failed[has_logits] = samples.failed[plan.logits_offsets[:-1][has_logits]]
-    return accepted & ~samples.failed, failed
-
-
-def _token_offsets(plan: StepPlan, accepted: BoolArray) -> Int32Array:
-    return np.concatenate([[0], np.cumsum(accepted)])[plan.logits_offsets].astype(np.int32)
 
 
 def load_runner(

@@ -19,6 +19,7 @@ from typing import Generic
 import numpy as np
 import numpy.typing as npt
 
+from foreword.gpu.backends.acceptance import AcceptedTokens, accept
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.batch import A, Batch
 from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
@@ -209,6 +210,19 @@ class Backend(ABC, Generic[A]):
     @abstractmethod
     def sample(self, logits: A, params: SamplingBatch) -> Samples:
         """Draw a token from each row of logits `[L, V]`, the head's product, by the rule of `sampling`."""
+
+    def sample_and_accept(
+        self, logits: A, params: SamplingBatch, input_ids: Int32Array, logits_offsets: Int32Array
+    ) -> AcceptedTokens:
+        """Draw a token from each row of logits and accept drafts while they equal what was drawn; see `acceptance`.
+
+        Args:
+            logits: `[L, V]`, the head's product.
+            params: of each row.
+            input_ids: `[L]` the token that each row follows.
+            logits_offsets: `[B + 1]` rows of each sequence.
+        """
+        return accept(self.sample(logits, params), input_ids, logits_offsets)
 
     @abstractmethod
     def score(self, logits: A, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:

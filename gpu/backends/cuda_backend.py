@@ -7,11 +7,14 @@ The library chooses the order of summation of a product by its shape, so every p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from foreword.gpu.backends.acceptance import AcceptedTokens
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.cuda_attention import (
     HEAD_DIM_MULTIPLE,
@@ -26,6 +29,7 @@ from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
 from foreword.gpu.kernels.table import (
+    ACCEPT,
     BLOCK_SIZES,
     EMBEDDING,
     PROCESS,
@@ -236,6 +240,40 @@ class CudaBackend(Backend[torch.Tensor]):
         return x.index_select(0, indices)
 
     def sample(self, logits: torch.Tensor, params: SamplingBatch) -> Samples:
+        drawn, _ = self._draw(logits, params)
+        token_ids, logprobs, failed = drawn.cpu().numpy()
+        return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
+
+    def sample_and_accept(
+        self, logits: torch.Tensor, params: SamplingBatch, input_ids: Int32Array, logits_offsets: Int32Array
+    ) -> AcceptedTokens:
+        drawn, inputs = self._draw(logits, params, input_ids, logits_offsets)
+        rows, sequences = len(logits), len(logits_offsets) - 1
+        sizes = [sequences + 1, sequences, rows, rows, rows]
+        out = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
+        offsets, failed, logits_rows, token_ids, logprobs = torch.split(out, sizes)
+        samples = (drawn[0], drawn[1].view(torch.float32), drawn[2])
+        outputs = (offsets, logits_rows, token_ids, logprobs.view(torch.float32), failed)
+        threads = min(ACCEPT.threads, WARP * max(sequences, 1))
+        self._launcher.launch(ACCEPT, (), (1,), *samples, *inputs, *outputs, sequences, threads=threads)
+        host_offsets, host_failed, *tokens = np.split(out.cpu().numpy(), np.cumsum(sizes)[:-1])
+        host_rows, host_ids, host_logprobs = (array[: host_offsets[-1]] for array in tokens)
+        is_failed = host_failed.astype(np.bool_)
+        return AcceptedTokens(host_offsets, host_rows, host_ids, host_logprobs.view(np.float32), is_failed)
+
+    def _draw(
+        self, logits: torch.Tensor, params: SamplingBatch, *others: npt.NDArray[Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Queue the draw of a token from each row.
+
+        Args:
+            logits: `[L, V]`.
+            params: of each row.
+            others: host arrays to upload with them.
+
+        Returns:
+            int32 `[3, L]` token ids, bits of log probabilities, failures; the other arrays on the device.
+        """
         rows, vocab = logits.shape
         if vocab > MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size: at most {MAX_VOCAB_SIZE} on the CUDA device, got {vocab}")
@@ -254,7 +292,8 @@ class CudaBackend(Backend[torch.Tensor]):
             *(processed_index, params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p),
             *(params.seed, params.position, params.want_logprob),
         )
-        inputs = self._sampling_inputs.upload(*processing, *drawing)
+        uploaded = self._sampling_inputs.upload(*processing, *drawing, *others)
+        inputs = uploaded[: len(processing) + len(drawing)]
         processed = torch.empty(len(processed_rows), vocab, device=self._device)
         sizes = (vocab, masks.words.shape[1], params.masked_ids.shape[1])
         threads = _row_threads(vocab)
@@ -264,8 +303,7 @@ class CudaBackend(Backend[torch.Tensor]):
         drawn = torch.empty(3, rows, dtype=torch.int32, device=self._device)
         outputs = (drawn[0], drawn[1].view(torch.float32), drawn[2])
         self._launch(SAMPLE, (rows,), logits, processed, *inputs[len(processing) :], *outputs, vocab, threads=threads)
-        token_ids, logprobs, failed = drawn.cpu().numpy()
-        return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
+        return drawn, uploaded[len(inputs) :]
 
     def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
         num_tokens, vocab = len(rows), logits.shape[1]

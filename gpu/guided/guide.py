@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
-from foreword.gpu.backends.sampling import Samples, SamplingBatch, TokenMasks
+from foreword.gpu.backends.acceptance import AcceptedTokens
+from foreword.gpu.backends.sampling import SamplingBatch, TokenMasks
 from foreword.gpu.guided.grammar import GrammarCompiler
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import BoolArray, Drafts, FinishReason, Int32Array, StepPlan
+from foreword.scheduler.step import Drafts, FinishReason, Int32Array, StepPlan
 
 MAX_RESTARTS = 3
 
@@ -129,35 +130,37 @@ class GuidedRows:
         masks = TokenMasks(np.concatenate([params.masks.words, allowed]), index)
         return dataclasses.replace(params, masks=masks)
 
-    def follow(self, plan: StepPlan, params: SamplingBatch, samples: Samples, accepted: BoolArray) -> Int32Array | None:
+    def follow(
+        self, plan: StepPlan, params: SamplingBatch, tokens: AcceptedTokens
+    ) -> tuple[AcceptedTokens, Int32Array | None]:
         """Take the tokens that came out of a step.
 
         Args:
             plan: of the step.
             params: from `restrict`.
-            samples: drawn with them.
-            accepted: `[L]` tokens that come out; those behind the end of a grammar are taken back.
+            tokens: drawn with them.
 
         Returns:
-            `StepResult.constraint_reasons`.
+            the tokens without those behind the end of a grammar, and `StepResult.constraint_reasons`.
         """
         if not self._parts:
-            return None
+            return tokens, None
+        counts = np.diff(tokens.offsets)
         reasons = np.zeros(plan.num_sequences, np.int32)
         for part in self._parts:
-            if samples.failed[part.start]:
+            if tokens.failed[part.index]:
                 reasons[part.index] = self._reason_of_failure(part, params)
                 continue
-            for i in range(part.start, part.end):
-                token_id = int(samples.token_ids[i])
-                if not accepted[i] or token_id in part.guide.end_ids:
+            start, end = tokens.offsets[part.index : part.index + 2]
+            for count, token_id in enumerate(tokens.token_ids[start:end].tolist(), 1):
+                if token_id in part.guide.end_ids:
                     break
                 if part.guide.follow(token_id):
                     reasons[part.index] = FinishReason.CONSTRAINT_COMPLETE
-                    accepted[i + 1 : part.end] = False
+                    counts[part.index] = count
                     del self._guides[int(plan.rows[part.index])]
                     break
-        return reasons
+        return tokens.first(counts), reasons
 
     def cut(self, plan: StepPlan, drafts: Drafts) -> Drafts | None:
         """Keep the drafts of each sequence up to the first that its grammar does not allow; `None` for none at all."""

@@ -48,14 +48,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function template in a `.cu` file.
+    """A function template, or a function, in a `.cu` file.
 
     Attributes:
-        name: of the template.
+        name: of the function.
         file: beside this module.
         threads: of a block, at most.
         signature: parameters in order, as the module's docstring says.
-        instantiations: template arguments that it is checked with; number formats by their Python names.
+        instantiations: template arguments that it is checked with, none for a plain function; number formats by their
+            Python names.
     """
 
     name: str
@@ -75,8 +76,9 @@ class Kernel:
         return tuple(_read_parameter(text) for text in self.signature)
 
     def expression(self, template: tuple[TemplateArgument, ...]) -> str:
-        """The instantiation as C++ writes it: `rms_norm<__nv_bfloat16>`."""
-        return f"{self.name}<{', '.join(_cpp(argument) for argument in template)}>"
+        """The instantiation as C++ writes it: `rms_norm<__nv_bfloat16>`, or the name of a plain function."""
+        arguments = ", ".join(_cpp(argument) for argument in template)
+        return f"{self.name}<{arguments}>" if template else self.name
 
 
 def _read_parameter(text: str) -> Parameter:
@@ -204,6 +206,25 @@ SAMPLE = Kernel(
     ),
     EVERY_TYPE,
 )
+ACCEPT = Kernel(
+    "accept",
+    "accept.cu",
+    1024,
+    (
+        "token_ids: int32[rows]",
+        "logprobs: float32[rows]",
+        "failed: int32[rows]",
+        "input_ids: int32[rows]",
+        "logits_offsets: int32[offsets]",
+        "token_offsets: int32[offsets]",
+        "logits_rows: int32[rows]",
+        "accepted_ids: int32[rows]",
+        "accepted_logprobs: float32[rows]",
+        "sequence_failed: int32[sequences]",
+        "sequences: int32",
+    ),
+    ((),),
+)
 SCORE = Kernel(
     "score",
     "score.cu",
@@ -286,6 +307,7 @@ KERNELS = (
     GELU_AND_MUL,
     PROCESS,
     SAMPLE,
+    ACCEPT,
     SCORE,
     PAGED_ATTENTION,
     PAGED_ATTENTION_WIDE,

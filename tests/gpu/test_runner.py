@@ -14,10 +14,9 @@ from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
-from foreword.gpu.backends.sampling import Samples
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
-from foreword.gpu.runner import ModelRunner, accept_drafts, load_runner
+from foreword.gpu.runner import ModelRunner, load_runner
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import StepResult
 
@@ -300,36 +299,6 @@ def test_drafts_do_not_change_the_tokens(
         result = runner.execute(writer.plan(work))
         for row, output in enumerate(expected):
             assert sequence_tokens(result, row) == output[1 : 2 + num_right]
-
-
-def test_acceptance(plan_writer: Callable[..., Any]) -> None:
-    plan = plan_writer().plan([(0, [9, 1, 2], 3), (1, [9, 9], 0), (2, [9], 1), (3, [9, 5, 6, 7], 4), (4, [8, 3, 4], 3)])
-    samples = Samples(
-        token_ids=np.array([1, 3, 3, 8, 5, 6, 7, 1, 3, 0, 0], np.int32),
-        logprobs=np.zeros(11, np.float32),
-        failed=np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0], np.bool_),
-    )
-    accepted, failed = accept_drafts(plan, samples)
-    assert accepted.tolist() == [True, True, False, True, True, True, True, True, True, False, False]
-    assert failed.tolist() == [False, False, False, False, False]
-
-
-def test_a_failure_takes_no_token_before_it(plan_writer: Callable[..., Any]) -> None:
-    """As without drafts: the tokens come out first, and the step that meets the failure again ends the sequence."""
-    plan = plan_writer().plan([(0, [9, 1, 0, 5], 4), (1, [9, 0, 5], 3)])
-    failed_rows = np.array([0, 1, 0, 0, 1, 0, 0], np.bool_)
-    samples = Samples(np.array([1, 0, 5, 7, 0, 5, 6], np.int32), np.zeros(7, np.float32), failed_rows)
-    accepted, failed = accept_drafts(plan, samples)
-    assert accepted.tolist() == [True, False, False, False, False, False, False]
-    assert failed.tolist() == [False, True]
-
-
-def test_a_failure_behind_a_rejected_draft_does_not_matter(plan_writer: Callable[..., Any]) -> None:
-    plan = plan_writer().plan([(0, [9, 1], 2)])
-    samples = Samples(np.array([2, 0], np.int32), np.zeros(2, np.float32), np.array([False, True]))
-    accepted, failed = accept_drafts(plan, samples)
-    assert accepted.tolist() == [True, False]
-    assert failed.tolist() == [False]
 
 
 # The default model

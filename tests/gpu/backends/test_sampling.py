@@ -41,7 +41,7 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
     masks = values.pop("masks", TokenMasks(np.zeros((0, 1), np.uint32), np.full(rows, -1, np.int32)))
     biases, history = values.pop("biases", {}), values.pop("history", {})
     masked = [list(ids) for ids in values.pop("masked_ids", [[]] * rows)]
-    masked_ids = np.zeros((rows, max(1, *map(len, masked))), np.int32)
+    masked_ids = np.zeros((rows, max([1, *map(len, masked)])), np.int32)
     for row, ids in enumerate(masked):
         masked_ids[row, : len(ids)] = ids
     dtypes = {

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foreword.gpu.backends.acceptance import accept
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.guided.grammar import GrammarCompiler
@@ -48,10 +49,11 @@ class Rows:
         """What is accepted of drawn tokens that equal their drafts, and the constraint reasons."""
         has_failed = np.isin(np.arange(len(token_ids)), failed)
         samples = Samples(np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32), has_failed)
-        accepted = ~has_failed
-        reasons = self.guided.follow(plan, params, samples, accepted)
+        tokens, reasons = self.guided.follow(
+            plan, params, accept(samples, np.roll(samples.token_ids, 1), plan.logits_offsets)
+        )
         assert reasons is not None
-        return accepted.tolist(), reasons.tolist()
+        return np.isin(np.arange(len(token_ids)), tokens.logits_rows).tolist(), reasons.tolist()
 
 
 @pytest.fixture
