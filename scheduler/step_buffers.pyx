@@ -108,7 +108,8 @@ cdef class StepBuffers:
             block -= 1
         offset = start - block * block_size
         self.add_block_table_updates(s, block_table)
-        self.add_scored(s, start, end)
+        if start < s.num_prompt:
+            self.add_scored(s, start, end)
         # Pointers of its own keep the loops from reading members of `self` again after every write.
         cdef const int32_t* known = s.token_ids + start
         cdef int32_t* token_ids = self.token_ids + t
