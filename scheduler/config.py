@@ -23,6 +23,8 @@ class SchedulerConfig:
             refused, unless the queue is empty.
         priority_aging_ns: a priority whose waiting requests have all been passed over for so long ranks one higher, and
             so on until one of them is admitted.
+        lookahead: plans that may be made before the result of the plan before them is there, 0 or 1. With 1 a device
+            that works asynchronously never waits for the scheduler.
         tenant_weights: (tenant, weight) pairs, weights from 1 to 1000: among waiting requests of one priority, tenants
             get tokens in proportion to their weights. A tenant that is not listed weighs 1.
     """
@@ -35,13 +37,16 @@ class SchedulerConfig:
     max_num_waiting: int = 1024
     max_num_waiting_tokens: int = 1 << 20
     priority_aging_ns: int = 5_000_000_000
+    lookahead: int = 0
     tenant_weights: tuple[tuple[str, int], ...] = ()
     hash_key: bytes = field(default=bytes(16), repr=False)
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            if limit.name not in ("hash_key", "tenant_weights") and getattr(self, limit.name) < 1:
+            if limit.name not in ("hash_key", "lookahead", "tenant_weights") and getattr(self, limit.name) < 1:
                 raise ValueError(f"{limit.name} must be at least 1, got {getattr(self, limit.name)}")
+        if self.lookahead not in (0, 1):
+            raise ValueError(f"lookahead must be 0 or 1, got {self.lookahead}")
         for tenant, weight in self.tenant_weights:
             if not 1 <= weight <= MAX_TENANT_WEIGHT:
                 raise ValueError(f"tenant_weights: {tenant!r} must weigh 1 to {MAX_TENANT_WEIGHT}, got {weight}")

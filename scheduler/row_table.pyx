@@ -173,7 +173,8 @@ cdef class RowTable:
             assert s.num_blocks <= self.max_blocks_per_sequence, "a block table is too long"
             assert s.num_computed <= s.num_blocks * self.block_size, "tokens are computed outside of held blocks"
             num_full = 0 if s.bypasses_cache else s.num_computed // self.block_size
-            assert s.num_cached_blocks == num_full, "a full block is not cached, or one that is not full is"
+            # One that failed while a plan computes it keeps what it has filled out of the cache.
+            assert s.update.finish_reason or s.num_cached_blocks == num_full, "a full block is not cached, or one that is not full is"
             parent = NO_PARENT
             for j in range(s.num_blocks):
                 block = self.block_table(s)[j]

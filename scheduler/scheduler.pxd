@@ -24,6 +24,7 @@ cdef class Scheduler:
     cdef int max_num_batched_tokens
     cdef int max_model_len
     cdef int block_size
+    cdef int lookahead
 
     cdef readonly PrefixCache prefix_cache
     cdef SequenceTable table
@@ -38,11 +39,13 @@ cdef class Scheduler:
     cdef int num_paused  # paused entries that hold a row
 
     cdef Throughput throughput
-    cdef StepBuffers step
+    cdef tuple steps  # StepBuffers of the open plans and the next one
+    cdef StepBuffers step  # of the last plan
     cdef int64_t step_id
     cdef int64_t now_ns  # latest time seen
-    cdef bint is_step_open  # scheduled and not applied yet
-    cdef int* planned  # [max_num_sequences] entries of the plan
+    cdef int num_open  # plans that have not been applied
+    cdef bint is_starved  # the last plan lacks a sequence that must preempt another, which an open plan forbids
+    cdef int* planned  # [len(steps), max_num_sequences] entries of the plans
     cdef int* admitted  # [max_num_sequences] entries that got a row in this step
     cdef int num_admitted
     cdef int* prefills  # [max_num_sequences] entries of sequences that have not computed what they knew at admission
@@ -73,7 +76,11 @@ cdef class Scheduler:
     cdef int preempt(self, int entry) except -1 nogil
     cdef int release_row(self, Sequence* s) except -1 nogil
 
-    cdef int apply_all(self) except -1 nogil
+    cdef int* planned_in(self, int64_t step_id) noexcept nogil
+    cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil
+    cdef void retreat(self, StepBuffers step, const int* planned) noexcept nogil
+    cdef int apply_all(self, StepBuffers step, const int* planned) except -1 nogil
+    cdef int forget_ended(self) except -1
     cdef object draft_state(self)
 
     cdef int wait(self, int entry) except -1 nogil

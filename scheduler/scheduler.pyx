@@ -18,6 +18,15 @@ from foreword.scheduler.row_table cimport is_before
 from foreword.scheduler.errors import DuplicateRequest
 from foreword.scheduler.step import DraftState, SchedulerLoad, StepResult
 
+cdef enum:
+    UNKNOWN_TOKEN = -1
+
+
+cdef inline bint is_ready(Sequence* s) noexcept nogil:
+    """Whether a sequence may be part of the next plan, if it holds a row."""
+    return s.row >= 0 and not s.is_paused and not s.is_awaited and not s.update.finish_reason
+
+
 @cython.final
 cdef class Scheduler:
     def __cinit__(self, config):
@@ -28,19 +37,23 @@ cdef class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = config.max_model_len
         self.block_size = config.block_size
+        self.lookahead = config.lookahead
         self.prefix_cache = PrefixCache(config.num_blocks, config.block_size, config.hash_key)
         self.table = SequenceTable(num_rows + config.max_num_waiting, self.prefix_cache)
         self.sequences = self.table.sequences
         self.rows = RowTable(self.table, num_rows, config.max_blocks_per_sequence)
         self.pool = self.rows.pool
-        self.step = StepBuffers(
-            num_rows, config.max_num_batched_tokens, self.table.capacity, num_rows * config.max_blocks_per_sequence
+        self.steps = tuple(
+            [StepBuffers(num_rows, config.max_num_batched_tokens, self.table.capacity,
+                         num_rows * config.max_blocks_per_sequence)
+             for _ in range(1 + config.lookahead)]
         )
+        self.step = self.steps[0]
         self.waiting = WaitingQueue(self.table, config)
         self.deadlines = HeapForest(self.table.capacity)
         self.first_deadline = EMPTY
         self.throughput = Throughput(config.max_num_batched_tokens)
-        self.planned = <int*>malloc(num_rows * sizeof(int))
+        self.planned = <int*>malloc(len(self.steps) * num_rows * sizeof(int))
         self.prefills = <int*>malloc(num_rows * sizeof(int))
         self.admitted = <int*>malloc(num_rows * sizeof(int))
         self.ended = <int*>malloc(self.table.capacity * sizeof(int))
@@ -96,7 +109,7 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         if not s.is_paused:
             s.is_paused = True
-            if not s.is_planned:
+            if not s.num_planned:
                 s.num_draft = 0
             if s.row < 0:
                 self.waiting.remove(entry)
@@ -172,22 +185,33 @@ cdef class Scheduler:
             self.waiting.remove(entry)
             self.num_waiting -= 1
             self.num_waiting_tokens -= s.num_prompt
-        elif not s.is_planned:
+        elif not s.num_planned:
             self.release_row(s)
         return 0
 
     # Schedule
 
+    @property
+    def can_schedule(self):
+        return self.num_open == 0 or (self.num_open < len(self.steps) and not self.is_starved)
+
     def schedule(self, now_ns):
-        if self.is_step_open:
+        if not self.can_schedule:
             raise RuntimeError("the last plan has not been applied")
         self.now_ns = max(self.now_ns, now_ns)
+        cdef StepBuffers before = self.step
+        cdef const int* planned_before = self.planned_in(self.step_id)
+        self.step_id += 1
+        self.step = self.steps[self.step_id % len(self.steps)]
         with nogil:
             self.throughput.finish(self.now_ns)
+            if self.num_open:
+                self.advance(before, planned_before)
             self.schedule_all()
+            if self.num_open:
+                self.retreat(before, planned_before)
             self.throughput.start(self.now_ns, self.step.num_tokens)
-        self.step_id += 1
-        self.is_step_open = True
+        self.num_open += 1
         cdef int i
         admitted = tuple(
             [(self.sequences[self.admitted[i]].row, self.table.requests[self.admitted[i]])
@@ -196,8 +220,45 @@ cdef class Scheduler:
         offsets, token_ids = self.table.outputs(self.admitted, self.num_admitted)
         return self.step.plan(self.step_id, admitted, offsets, token_ids)
 
+    cdef int* planned_in(self, int64_t step_id) noexcept nogil:
+        return self.planned + (step_id % (1 + self.lookahead)) * self.rows.num_rows
+
+    cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil:
+        """Let the sequences of the open plan look as its result will leave them, the token that it draws unknown.
+
+        One whose drafts it checks, or that its result ends, is left out of the next plan.
+        """
+        cdef int b, num_logits
+        cdef Sequence* s
+        for b in range(step.num_sequences):
+            s = &self.sequences[planned[b]]
+            num_logits = step.logits_offsets[b + 1] - step.logits_offsets[b]
+            s.is_awaited = num_logits > 1 or (num_logits == 1 and s.num_tokens + 1 == s.max_tokens)
+            if s.is_awaited or s.update.finish_reason:
+                continue
+            s.num_ahead = step.query_offsets[b + 1] - step.query_offsets[b]
+            self.rows.num_prefill_tokens -= max(0, min(s.num_ahead, s.prefill_end - s.num_computed))
+            s.num_computed += s.num_ahead
+            if num_logits:
+                s.token_ids[s.num_tokens] = UNKNOWN_TOKEN
+                s.num_tokens += 1
+
+    cdef void retreat(self, StepBuffers step, const int* planned) noexcept nogil:
+        """Undo `advance`."""
+        cdef int b
+        cdef Sequence* s
+        for b in range(step.num_sequences):
+            s = &self.sequences[planned[b]]
+            s.is_awaited = False
+            if s.num_ahead:
+                s.num_tokens -= step.logits_offsets[b + 1] - step.logits_offsets[b]
+                s.num_computed -= s.num_ahead
+                self.rows.num_prefill_tokens += max(0, min(s.num_ahead, s.prefill_end - s.num_computed))
+                s.num_ahead = 0
+
     cdef int schedule_all(self) except -1 nogil:
         self.step.clear()
+        self.is_starved = False
         self.num_admitted = self.num_prefills = self.num_preempted = self.num_passed = 0
         self.num_drafts_planned = self.num_drafts_dropped = 0
         self.is_overtaking_over = False
@@ -225,7 +286,7 @@ cdef class Scheduler:
             if s.num_computed < s.prefill_end:
                 self.prefills[self.num_prefills] = self.rows.running[i]
                 self.num_prefills += 1
-                num_tokens += 0 if s.is_paused else s.prefill_end - s.num_computed
+                num_tokens += s.prefill_end - s.num_computed if is_ready(s) else 0
         return num_tokens
 
     cdef int schedule_decodes(self) except -1 nogil:
@@ -236,7 +297,7 @@ cdef class Scheduler:
         for i in range(num_running):
             entry = self.rows.running[i]
             s = &self.sequences[entry]
-            if s.row < 0 or s.is_paused or s.num_computed < s.prefill_end:
+            if not is_ready(s) or s.num_computed < s.prefill_end:
                 continue
             if s.num_computed == s.num_blocks * self.block_size and not self.make_room(entry):
                 continue
@@ -266,7 +327,7 @@ cdef class Scheduler:
                 num_reserved += self.rows.num_blocks_for(s.prefill_end) - s.num_blocks
         for i in range(self.num_prefills):
             s = &self.sequences[self.prefills[i]]
-            if s.row < 0 or s.is_paused:
+            if not is_ready(s):
                 continue
             self.schedule_admissions(s.priority, num_reserved)
             num_blocks = s.num_blocks
@@ -307,13 +368,16 @@ cdef class Scheduler:
             if entry < 0:
                 break
             s = &self.sequences[entry]
-            if self.step.num_sequences == 0 and above == INT32_MIN:  # all rows are paused: they keep nobody from running
+            if self.step.num_sequences == 0 and self.num_open == 0 and above == INT32_MIN:
+                # All rows are paused: they keep nobody from running.
                 self.preempt_paused(s)
                 num_free = self.pool.num_free
             else:
                 num_free = self.pool.num_free - num_reserved - self.rows.num_running
             # Every sequence takes a block, so nobody looks for hits while none is to be had.
             if self.rows.num_free == 0 or num_free < 1 or self.rows.match(s) > num_free:
+                if self.num_open and self.step.num_sequences == 0:
+                    self.is_starved = True
                 self.passed[self.num_passed] = entry
                 self.num_passed += 1
                 self.is_overtaking_over = (
@@ -348,16 +412,20 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         if s.num_computed + num_tokens > s.num_blocks * self.block_size:
             self.rows.grow(s, s.num_computed + num_tokens)
-        self.planned[self.step.num_sequences] = entry
-        s.is_planned = True
+        self.planned_in(self.step_id)[self.step.num_sequences] = entry
+        s.num_planned += 1
         self.step.add(s, self.rows.generations[s.row], self.rows.block_table(s), self.block_size, num_tokens)
         return 0
 
     # Preemption
 
     cdef bint make_room(self, int entry) except -1 nogil:
-        """See that a block is free for a sequence; false when the sequence itself had to go."""
+        """See that a block is free for a sequence; false when the sequence itself had to go, or has to wait until no
+        plan is open: none loses blocks that are in use."""
         cdef int victim
+        if self.pool.num_free == 0 and self.num_open:
+            self.is_starved = True
+            return False
         while self.pool.num_free == 0:
             victim = self.pick_victim(&self.sequences[entry])
             self.preempt(victim)
@@ -412,48 +480,46 @@ cdef class Scheduler:
     # Apply
 
     def apply(self, result):
-        if not self.is_step_open:
+        if not self.num_open:
             raise ValueError("there is no plan to apply a result to")
+        cdef int64_t step_id = self.step_id - self.num_open + 1
+        cdef StepBuffers step = self.steps[step_id % len(self.steps)]
         if result is None:
-            if self.step.num_sequences:
-                raise ValueError(f"plan {self.step_id} has {self.step.num_sequences} sequences and needs a result")
+            if step.num_sequences:
+                raise ValueError(f"plan {step_id} has {step.num_sequences} sequences and needs a result")
         elif not isinstance(result, StepResult):
             raise ValueError(f"result must be a StepResult or None, got {type(result).__name__}")
-        elif result.step_id != self.step_id:
-            raise ValueError(f"result.step_id must be {self.step_id}, got {result.step_id}")
+        elif result.step_id != step_id:
+            raise ValueError(f"result.step_id must be {step_id}, got {result.step_id}")
         else:
-            self.step.read_result(result)
+            step.read_result(result)
         with nogil:
-            self.apply_all()
-        cdef int i
-        for i in range(self.num_ended):
-            self.waiting.close_flow(self.sequences[self.ended[i]].flow)
-            self.table.remove(self.ended[i])
-        self.num_ended = 0
-        self.is_step_open = False
+            self.apply_all(step, self.planned_in(step_id))
+        self.forget_ended()
+        self.num_open -= 1
         if not self.has_work:
             self.throughput.drop()
-        return self.step.update(self.step_id, self.draft_state())
+        return step.update(step_id, self.draft_state())
 
     cdef object draft_state(self):
         if self.num_drafts_planned or not self.num_drafts_dropped:
             return DraftState.ACTIVE
         return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
 
-    cdef int apply_all(self) except -1 nogil:
+    cdef int apply_all(self, StepBuffers step, const int* planned) except -1 nogil:
         """Commit the planned sequences in order, then report those that a cancel or a deadline ended."""
         cdef int b, i, entry, num_prefill_tokens, num_ended_before = self.num_ended
         cdef bint has_filled_block
         cdef Sequence* s
-        self.step.num_updates = self.step.num_update_tokens = self.step.num_update_scored = 0
-        for b in range(self.step.num_sequences):
-            entry = self.planned[b]
+        step.num_updates = step.num_update_tokens = step.num_update_scored = 0
+        for b in range(step.num_sequences):
+            entry = planned[b]
             s = &self.sequences[entry]
-            s.is_planned = False
+            s.num_planned -= 1
             if s.update.finish_reason:
                 continue
             num_prefill_tokens = s.prefill_end - s.num_computed
-            commit(s, self.step, b, self.max_model_len)
+            commit(s, step, b, self.max_model_len)
             if num_prefill_tokens > 0:
                 self.rows.num_prefill_tokens -= min(num_prefill_tokens, s.num_computed + num_prefill_tokens - s.prefill_end)
             self.waiting.charge(s.flow, s.update.num_tokens)
@@ -466,13 +532,31 @@ cdef class Scheduler:
                 self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
                 self.ended[self.num_ended] = entry
                 self.num_ended += 1
+                s.is_reported = True
         for i in range(num_ended_before):
-            report(&self.sequences[self.ended[i]], self.step)
+            s = &self.sequences[self.ended[i]]
+            if not s.is_reported:
+                report(s, step)
+                s.is_reported = True
         for i in range(self.num_ended):
             s = &self.sequences[self.ended[i]]
-            if s.row >= 0:
+            if s.row >= 0 and s.num_planned == 0:
                 self.release_row(s)
         self.rows.compact()
+        return 0
+
+    cdef int forget_ended(self) except -1:
+        """Forget the ended sequences, except those that an open plan still computes."""
+        cdef int i, entry, num_kept = 0
+        for i in range(self.num_ended):
+            entry = self.ended[i]
+            if self.sequences[entry].num_planned:
+                self.ended[num_kept] = entry
+                num_kept += 1
+            else:
+                self.waiting.close_flow(self.sequences[entry].flow)
+                self.table.remove(entry)
+        self.num_ended = num_kept
         return 0
 
     # State
@@ -508,12 +592,12 @@ cdef class Scheduler:
             num_paused += s.row >= 0 and s.is_paused
             assert s.num_prompt <= s.num_tokens <= s.max_tokens, "a sequence has too few or too many tokens"
             assert s.num_computed <= s.num_tokens, "a sequence has computed tokens that it does not have"
-            assert s.is_planned <= self.is_step_open, "a sequence is planned outside of a step"
+            assert s.num_planned <= self.num_open, "a sequence is planned outside of a step"
             assert s.leader < 0 or s.row < 0, "an output computes its prompt beside its leader"
             assert s.leader < 0 or not self.sequences[s.leader].update.finish_reason, "a leader has ended"
             if s.update.finish_reason:
                 assert s.leader < 0 and s.follower < 0, "an ended sequence leads or follows"
-                assert s.row < 0 or s.is_planned, "an ended sequence holds a row"
+                assert s.row < 0 or s.num_planned, "an ended sequence holds a row"
                 continue
             num_deadlines += s.deadline_ns != 0
             if s.row < 0:

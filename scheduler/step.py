@@ -7,8 +7,8 @@
 Axis letters: B sequences in the step, T tokens in the step, L positions to draw at, P prompt tokens to score, N tokens
 that came out, U sequences with news, A rows admitted, R block-table entries that changed.
 
-Plan and update arrays are views of buffers that the scheduler reuses: they are valid until the next `schedule` (plan)
-or the next `apply` (update).
+Plan and update arrays are views of buffers that the scheduler reuses: they are valid until the plan's result is applied
+(plan) or until the next `apply` (update).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class StepPlan:
         generations: `[B]` how often the row was (re)assigned; a result for an older generation is dropped.
         query_offsets: `[B + 1]` tokens of sequence b are `query_offsets[b]:query_offsets[b + 1]`.
         context_lens: `[B]` tokens of sequence b in the KV cache once this step has run.
-        token_ids: `[T]`.
+        token_ids: `[T]`; -1 is the token that the step before drew for the same row, whose result the scheduler has not
+            seen yet (`SchedulerConfig.lookahead`).
         positions: `[T]` position of each token in its sequence, from 0.
         slot_mapping: `[T]` where each token's key and value go: block * block_size + offset in block.
         logits_indices: `[L]` tokens (of T) that a token is drawn behind, ascending.
