@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-sampling bench-speculation wheel-smoke clean
+.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-sampling bench-speculation simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,12 @@ bench-sampling: $(VENV)/.built ## What drawing a token costs by what the request
 
 bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six kinds at 1, 4 and 16 streams, as JSON lines.
 	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+
+simulate: $(VENV)/.built ## Random workloads against the scheduler: SEEDS of them (1000), from FIRST (0) on.
+	@$(BIN)/python tests/scheduler/simulator.py --first $(or $(FIRST),0) --seeds $(or $(SEEDS),1000)
+
+sanitize: $(VENV)/.dev build ## Build the scheduler with sanitizers for addresses and undefined behaviour and test it.
+	@bash tests/sanitize.sh
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh

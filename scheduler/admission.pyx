@@ -6,6 +6,7 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t
 
 from foreword.scheduler.errors import ContextLengthExceeded, DeadlineInfeasible, QueueFull
+from foreword.scheduler.request import MAX_PRIORITY, MIN_PRIORITY
 
 cnp.import_array()
 
@@ -34,8 +35,10 @@ cdef cnp.ndarray check_request(object request, object config):
     for token_id in (*stopping.eos_token_ids, *stopping.stop_token_ids):
         if not 0 <= token_id <= INT32_MAX:
             raise ValueError(f"eos_token_ids and stop_token_ids must be int32 and not negative, got {token_id}")
-    if not -INT32_MAX <= request.priority <= INT32_MAX:
-        raise ValueError(f"priority must be int32, got {request.priority}")
+    if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise ValueError(f"priority must be {MIN_PRIORITY} to {MAX_PRIORITY}, got {request.priority}")
+    if not isinstance(request.tenant, str):
+        raise ValueError(f"tenant must be a string, got {type(request.tenant).__name__}")
     if not 0 <= request.request_key <= INT64_MAX:
         raise ValueError(f"request_key must be int64 and not negative, got {request.request_key}")
     max_outputs = min(config.max_num_waiting, INT64_MAX - request.request_key)
@@ -46,7 +49,7 @@ cdef cnp.ndarray check_request(object request, object config):
     return prompt
 
 
-cdef int check_bounds(object request, object config, int64_t now_ns) except -1:
+cdef int check_bounds(object request, object config) except -1:
     num_prompt = len(request.prompt_token_ids)
     max_output = request.stopping.max_output_tokens
     if num_prompt + max_output > config.max_model_len:
@@ -67,8 +70,22 @@ cdef int check_bounds(object request, object config, int64_t now_ns) except -1:
             num_blocks=config.num_blocks,
             block_size=config.block_size,
         )
-    if request.deadline_ns and request.deadline_ns <= now_ns:
+    return 0
+
+
+cdef int check_deadline(object request, int64_t now_ns, object num_tokens, object wait_ns) except -1:
+    left_ns = request.deadline_ns - now_ns
+    if left_ns <= 0:
         raise DeadlineInfeasible("the deadline has passed", deadline_ns=request.deadline_ns, now_ns=now_ns)
+    if left_ns <= wait_ns:
+        raise DeadlineInfeasible(
+            f"the deadline is in {left_ns / 1e6:.0f} ms, but {num_tokens} tokens go before and take about "
+            f"{wait_ns / 1e6:.0f} ms",
+            deadline_ns=request.deadline_ns,
+            now_ns=now_ns,
+            num_tokens_before=num_tokens,
+            estimated_wait_ns=wait_ns,
+        )
     return 0
 
 

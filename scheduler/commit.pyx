@@ -52,8 +52,11 @@ cdef inline int append_scored(Sequence* s, StepBuffers step, int b, int end) noe
 
 
 cdef inline int keep_drafts(Sequence* s, StepBuffers step, int b) noexcept nogil:
-    """Put the drafts of a sequence that goes on behind its last token; returns how many fit before its last one."""
-    if step.draft_offsets == NULL or s.is_paused or s.update.finish_reason != UNFINISHED:
+    """Put the drafts of a sequence that goes on behind its last token; returns how many fit before its last one.
+
+    One that the next plan computes already is past them.
+    """
+    if step.draft_offsets == NULL or s.is_paused or s.num_planned or s.update.finish_reason != UNFINISHED:
         return 0
     cdef int start = step.draft_offsets[b]
     cdef int num_draft = min(step.draft_offsets[b + 1] - start, s.max_tokens - s.num_tokens - 1)

@@ -13,10 +13,12 @@ import numpy as np
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DeadlineInfeasible, DuplicateRequest, QueueFull
 from foreword.scheduler.reference_blocks import ReferenceBlocks
-from foreword.scheduler.request import Request
+from foreword.scheduler.reference_queue import ReferenceQueue
+from foreword.scheduler.request import MIN_PRIORITY, Request
 from foreword.scheduler.step import (
     SEQUENCE_UPDATE,
     Drafts,
+    DraftState,
     FinishReason,
     SchedulerLoad,
     StepKind,
@@ -43,9 +45,12 @@ class _Sequence:
     num_computed: int = 0
     num_computed_max: int = 0
     prefill_end: int = 0
-    leader: _Sequence | None = None  # the output of the same request that computes the prompt
+    leader: _Sequence | None = None  # the output of the same request that computes the prompt, until it has or ends
     is_paused: bool = False
-    num_scheduled: int = 0  # tokens in the plan that has not been applied
+    num_scheduled: int = 0  # tokens in the last plan that it is part of
+    num_planned: int = 0  # plans without a result yet that it is part of
+    is_awaited: bool = False  # what it computes next depends on a result
+    is_reported: bool = False  # its end is part of an update
     num_overtaken: int = 0
     finish_reason: FinishReason = FinishReason.NONE
     first_scheduled_ns: int = 0
@@ -58,8 +63,8 @@ class _Sequence:
     num_recomputed: int = 0
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Sorts sequences in the order in which they are served."""
+    def place(self) -> tuple[int, int]:
+        """Sorts running sequences in the order in which they are served."""
         return -self.request.priority, self.order
 
     @property
@@ -82,13 +87,12 @@ class _Sequence:
     @property
     def is_ready(self) -> bool:
         """It may be scheduled."""
-        return not self.is_paused and not self.is_following
+        return not self.is_paused and self.leader is None
 
     @property
-    def is_following(self) -> bool:
-        """True until its leader has computed the prompt or has ended."""
-        leader = self.leader
-        return leader is not None and not leader.finish_reason and leader.num_computed_max < leader.num_prompt
+    def can_be_planned(self) -> bool:
+        """It may be part of the next plan, if it holds a row."""
+        return self.row is not None and not (self.is_paused or self.is_awaited or self.finish_reason)
 
     @property
     def has_progress(self) -> bool:
@@ -130,12 +134,21 @@ class ReferenceScheduler:
         self.free_rows = list(reversed(range(config.max_num_sequences)))
         self.generations = [0] * config.max_num_sequences
         self.step_id = 0
-        self.is_step_open = False
+        self.open: list[tuple[StepPlan, list[_Sequence]]] = []
+        self.is_starved = False
         self.planned: list[_Sequence] = []
         self.admitted: list[_Sequence] = []
         self.block_table_updates: list[tuple[int, int, int]] = []
         self.num_budget = 0
         self.has_preempted = False
+        self.waiting: ReferenceQueue[_Sequence] = ReferenceQueue(config)
+        self.passed: list[_Sequence] = []
+        self.draft_budget = 0
+        self.num_drafts_planned = 0
+        self.num_drafts_dropped = 0
+        self.step_start_ns = 0
+        self.measured_tokens = 0  # of the step under way
+        self.measured = (0, 0, 0)  # steps, their tokens, their nanoseconds
 
     # Requests
 
@@ -145,6 +158,8 @@ class ReferenceScheduler:
         prompt = request.prompt_token_ids.tolist()
         if not prompt or min(prompt) < 0 or request.stopping.max_output_tokens < 1:
             raise ValueError("malformed request")
+        if abs(request.priority) > 100:
+            raise ValueError("priority")
         if not 1 <= request.num_outputs <= self.config.max_num_waiting:
             raise ValueError("number of outputs")
         outputs = [request.output(i) for i in range(request.num_outputs)]
@@ -153,8 +168,8 @@ class ReferenceScheduler:
         max_tokens = len(prompt) + request.stopping.max_output_tokens
         if max_tokens > self.config.max_model_len or self._num_blocks_for(max_tokens - 1) > self.config.num_blocks:
             raise ContextLengthExceeded("too long")
-        if request.deadline_ns and request.deadline_ns <= self.now_ns:
-            raise DeadlineInfeasible("passed")
+        if request.deadline_ns and request.deadline_ns <= self.now_ns + self._wait_ns(request):
+            raise DeadlineInfeasible("too late")
         waiting = self._waiting()
         capacity = self.config.max_num_waiting + self.config.max_num_sequences
         if len(waiting) + len(outputs) > self.config.max_num_waiting:
@@ -167,9 +182,28 @@ class ReferenceScheduler:
         leader = None
         for output in outputs:
             s = _Sequence(output, self.num_added, list(prompt), leader=leader)
-            leader = leader or s
             self.sequences[output.request_key] = s
             self.num_added += 1
+            self.waiting.open_flow(output)
+            if leader is None:
+                leader = s
+                self.waiting.push(s, self.now_ns)
+
+    def _wait_ns(self, request: Request) -> int:
+        """Time for the tokens that go before a new request, as far as past steps tell."""
+        _, num_measured, duration_ns = self.measured
+        if not num_measured:
+            return 0
+        num_running = sum(s.prefill_end - s.num_computed for s in self._running() if s.is_prefill)
+        return (num_running + self.waiting.num_tokens_before(request)) * duration_ns // num_measured
+
+    def _queue_followers(self, leader: _Sequence) -> None:
+        """Its prompt is computed or never will be: those that waited for it are on their own."""
+        for s in self._active():
+            if s.leader is leader:
+                s.leader = None
+                if not s.is_paused:
+                    self.waiting.push(s, self.now_ns)
 
     def cancel(self, request_key: int) -> bool:
         """End a request."""
@@ -183,7 +217,8 @@ class ReferenceScheduler:
         if (s := self._find(request_key)) is None:
             return False
         s.is_paused = True
-        if not s.num_scheduled:
+        self.waiting.discard(s)
+        if not s.num_planned:
             s.drafts = []
         return True
 
@@ -191,73 +226,137 @@ class ReferenceScheduler:
         """Undo `pause`."""
         if (s := self._find(request_key)) is None:
             return False
+        if s.is_paused and s.row is None and not s.leader:
+            self.waiting.push(s, self.now_ns)
         s.is_paused = False
         return True
 
     # Schedule
 
+    @property
+    def can_schedule(self) -> bool:
+        """Another plan may be made."""
+        return not self.open or (len(self.open) <= self.config.lookahead and not self.is_starved)
+
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step."""
-        if self.is_step_open:
+        if not self.can_schedule:
             raise RuntimeError("step is open")
+        self.is_starved = False
         self.now_ns = max(self.now_ns, now_ns)
         self.planned, self.admitted, self.block_table_updates = [], [], []
+        self._measure()
         self.num_budget = self.config.max_num_batched_tokens
         self.has_preempted = False
+        advanced = self._advance()
         for s in sorted(self._active(), key=lambda s: (s.request.deadline_ns, s.order)):
             if s.request.deadline_ns and s.request.deadline_ns <= self.now_ns:
                 self._end(s, FinishReason.DEADLINE)
         running = self._running()
+        prefills = [s for s in running if s.is_prefill]
+        self._set_draft_budget(prefills)
         self._schedule_decodes([s for s in running if not s.is_prefill])
-        prefills = [s for s in running if s.is_prefill and s.row is not None]
-        self._schedule_prefills(prefills)
-        if not self.has_preempted:
-            self._schedule_admissions(sum(self._num_blocks_for(s.prefill_end) - len(s.blocks) for s in prefills))
+        self._schedule_prompts(prefills)
         self.step_id += 1
-        self.is_step_open = True
-        return self._plan()
+        num_tokens = self.config.max_num_batched_tokens - self.num_budget
+        self.step_start_ns = self.now_ns
+        self.measured_tokens = num_tokens if 2 * num_tokens >= self.config.max_num_batched_tokens else 0
+        plan = self._plan()
+        self._retreat(advanced)
+        self.open.append((plan, self.planned))
+        return plan
+
+    def _advance(self) -> list[tuple[_Sequence, int, int]]:
+        """Let the sequences of the open plan look as its result will leave them, with -1 for the token it draws.
+
+        Those whose drafts it checks, or that its result ends, have to wait for it. Returns what to undo.
+        """
+        advanced = []
+        for plan, planned in self.open:
+            for b, s in enumerate(planned):
+                num_tokens, num_logits = int(np.diff(plan.query_offsets)[b]), int(np.diff(plan.logits_offsets)[b])
+                is_last = num_logits == 1 and s.num_output + 1 == s.request.stopping.max_output_tokens
+                s.is_awaited = num_logits > 1 or is_last
+                if not s.is_awaited and not s.finish_reason:
+                    s.num_computed += num_tokens
+                    s.tokens += [-1] * num_logits
+                    advanced.append((s, num_tokens, num_logits))
+        return advanced
+
+    def _retreat(self, advanced: list[tuple[_Sequence, int, int]]) -> None:
+        for s, num_tokens, num_logits in advanced:
+            s.num_computed -= num_tokens
+            del s.tokens[len(s.tokens) - num_logits :]
+        for s in self.sequences.values():
+            s.is_awaited = False
+
+    def _measure(self) -> None:
+        """The last step has taken until now, if it was at least half full and there was no pause after it."""
+        duration_ns = self.now_ns - self.step_start_ns
+        if self.measured_tokens and duration_ns:
+            num_steps, num_tokens, total_ns = self.measured
+            self.measured = (num_steps + 1, num_tokens + self.measured_tokens, total_ns + duration_ns)
+            if num_steps + 1 == 16:
+                self.measured = (8, self.measured[1] // 2, self.measured[2] // 2)
+        self.measured_tokens = 0
+
+    def _set_draft_budget(self, prefills: list[_Sequence]) -> None:
+        """Drafts get what neither running sequences nor prompts that could be computed in this step can use."""
+        num_tokens = sum(s.prefill_end - s.num_computed for s in prefills if s.can_be_planned)
+        if self.free_rows:
+            num_tokens += sum(len(s.tokens) for s in self.waiting.members)
+        self.draft_budget = max(0, self.num_budget - len(self._running()) - num_tokens)
+        self.num_drafts_planned = self.num_drafts_dropped = 0
 
     def _schedule_decodes(self, decodes: list[_Sequence]) -> None:
         num_running = len(self._running())
-        draft_budget = self.config.max_num_batched_tokens - num_running
         for s in decodes:
-            if s.is_paused or s.row is None or not (self._num_in_reach(s) or self._make_room(s)):
+            if not s.can_be_planned or not (self._num_in_reach(s) or self._make_room(s)):
                 continue
             num_blocks = max(len(s.blocks), self._num_blocks_for(s.num_computed + 1))
             num_blocks += max(0, self.blocks.num_free - num_running)
             num_slots = num_blocks * self.config.block_size - s.num_computed - 1
-            s.drafts = s.drafts[: min(draft_budget, num_slots)]
-            draft_budget -= len(s.drafts)
+            num_proposed = len(s.drafts)
+            s.drafts = s.drafts[: min(self.draft_budget - self.num_drafts_planned, num_slots)]
+            self.num_drafts_planned += len(s.drafts)
+            self.num_drafts_dropped += num_proposed - len(s.drafts)
             self._schedule(s, 1 + len(s.drafts))
 
-    def _schedule_prefills(self, prefills: list[_Sequence]) -> None:
+    def _schedule_prompts(self, prefills: list[_Sequence]) -> None:
+        self.passed = []
         for s in prefills:
-            if s.is_paused or s.row is None:
+            if not s.can_be_planned:
                 continue
+            self._schedule_admissions(prefills, above=s.request.priority)
             if not self.planned and self._num_in_reach(s) == 0 and not self._make_room(s):
                 continue
             num_tokens = min(len(s.tokens) - s.num_computed, self.num_budget, self._num_in_reach(s))
             if num_tokens:
                 self._schedule(s, num_tokens)
+        self._schedule_admissions(prefills, above=MIN_PRIORITY - 1)
 
-    def _schedule_admissions(self, num_reserved: int) -> None:
-        passed: list[_Sequence] = []
-        for s in sorted((s for s in self._waiting() if s.is_ready), key=lambda s: s.rank):
-            if not self.planned:
+    def _schedule_admissions(self, prefills: list[_Sequence], above: int) -> None:
+        if self.has_preempted:
+            return
+        while s := self.waiting.best(self.passed, above, self.now_ns):
+            if not self.planned and above < MIN_PRIORITY and not self.open:
                 while not self.free_rows or self._num_taken(s) > self.blocks.num_free:
                     self._preempt(self._running()[-1])
                 num_free = self.blocks.num_free
             else:
+                num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in prefills)
                 num_free = self.blocks.num_free - num_reserved - len(self._running())
-            if any(p.num_overtaken == MAX_OVERTAKEN for p in passed) or len(passed) == MAX_OVERTAKEN:
+            if self.open and not self.planned and (not self.free_rows or self._num_taken(s) > num_free):
+                self.is_starved = True
+            if any(p.num_overtaken == MAX_OVERTAKEN for p in self.passed) or len(self.passed) == MAX_OVERTAKEN:
                 break
             if self.num_budget == 0 or not self.free_rows:
                 break
             if self._num_taken(s) > num_free:
-                passed.append(s)
+                self.passed.append(s)
                 continue
             self._admit(s)
-            for p in passed:
+            for p in self.passed:
                 p.num_overtaken += 1
 
     def _num_taken(self, s: _Sequence) -> int:
@@ -271,6 +370,7 @@ class ReferenceScheduler:
         return self.blocks.hits(s.request.cache_salt, s.tokens if s.is_scored else s.tokens[: s.num_scored])
 
     def _admit(self, s: _Sequence) -> None:
+        self.waiting.admit(s, self.now_ns)
         s.row = self.free_rows.pop()
         self.generations[s.row] += 1
         s.blocks = self._hits(s)
@@ -281,8 +381,8 @@ class ReferenceScheduler:
         s.num_prompt_computed = min(s.num_computed, s.num_prompt)
         if s.num_preemptions == 0:
             s.num_cached = s.num_computed
+            self.waiting.charge(s, s.num_prompt - s.num_computed)
         s.prefill_end = len(s.tokens)
-        s.num_overtaken = 0
         s.first_scheduled_ns = s.first_scheduled_ns or self.now_ns
         self.admitted.append(s)
         self._schedule(s, min(len(s.tokens) - s.num_computed, self.num_budget))
@@ -295,6 +395,7 @@ class ReferenceScheduler:
             self.block_table_updates.append((s.row, i, s.blocks[i]))
         s.num_sent_blocks = len(s.blocks)
         s.num_scheduled = num_tokens
+        s.num_planned += 1
         self.num_budget -= num_tokens
         self.planned.append(s)
 
@@ -343,10 +444,13 @@ class ReferenceScheduler:
     # Preemption
 
     def _make_room(self, s: _Sequence) -> bool:
+        if not self.blocks.num_free and self.open:
+            self.is_starved = True
+            return False
         while not self.blocks.num_free:
             running = self._running()
             paused = [v for v in running if v.is_paused]
-            behind = [v for v in running if v.rank >= s.rank]
+            behind = [v for v in running if v.place >= s.place]
             with_progress = [v for v in behind if v.has_progress]
             victim = (paused or with_progress or behind)[-1]
             self._preempt(victim)
@@ -357,9 +461,13 @@ class ReferenceScheduler:
     def _preempt(self, s: _Sequence) -> None:
         self.has_preempted = True
         s.num_preemptions += 1
+        if len(s.tokens) > s.prefill_end:
+            s.num_overtaken = 0
         s.num_computed = s.num_prompt_computed = 0
         s.drafts = []
         self._release(s)
+        if not s.is_paused:
+            self.waiting.push(s, self.now_ns)
 
     def _release(self, s: _Sequence) -> None:
         assert s.row is not None
@@ -370,41 +478,47 @@ class ReferenceScheduler:
 
     def _end(self, s: _Sequence, reason: FinishReason) -> None:
         s.finish_reason = reason
+        s.leader = None
+        self._queue_followers(s)
         self.ended.append(s)
-        if s.row is not None and not s.num_scheduled:
+        self.waiting.discard(s)
+        if s.row is not None and not s.num_planned:
             self._release(s)
 
     # Apply
 
     def apply(self, result: StepResult | None) -> StepUpdate:
         """Take a step's result."""
-        if not self.is_step_open:
+        if not self.open:
             raise ValueError("no open step")
-        if (result is None and self.planned) or (result is not None and result.step_id != self.step_id):
+        plan, planned = self.open[0]
+        if (result is None and planned) or (result is not None and result.step_id != plan.step_id):
             raise ValueError("not the result of this plan")
         offsets = [0] if result is None else result.token_offsets.tolist()
         token_ids = [] if result is None else result.token_ids.tolist()
         logprobs = [] if result is None else result.logprobs.tolist()
         failed = [] if result is None else result.failed.tolist()
         drafts = None if result is None else result.drafts
-        self._check_result(offsets, token_ids, failed)
-        self._check_drafts(drafts, offsets)
+        self._check_result(plan, offsets, token_ids, failed)
+        self._check_drafts(plan, drafts, offsets)
         updates: list[tuple[int, ...]] = []
         update_token_ids: list[int] = []
         update_logprobs: list[float] = []
         result_indices: list[int] = []
         scored_indices: list[int] = []
-        num_scored = 0
-        finished: list[_Sequence] = []
-        for b, s in enumerate(self.planned):
-            first_scored, num_scored = num_scored, num_scored + self._num_to_score(s)
+        reported_before = list(self.ended)
+        for b, s in enumerate(planned):
+            s.num_planned -= 1
             if s.finish_reason:
                 continue
-            scored_indices += range(first_scored, num_scored)
+            scored_indices += range(plan.scored_offsets[b], plan.scored_offsets[b + 1])
             start, end = offsets[b], offsets[b + 1]
-            record = self._commit(s, token_ids[start:end], failed[b])
+            record = self._commit(s, plan, b, token_ids[start:end], failed[b])
+            self.waiting.charge(s, record[2])
+            if s.num_computed >= s.num_prompt or s.finish_reason:
+                self._queue_followers(s)
             updates.append(record)
-            if drafts is not None and not s.is_paused and not s.finish_reason:
+            if drafts is not None and not s.is_paused and not s.finish_reason and not s.num_planned:
                 num_left = s.request.stopping.max_output_tokens - s.num_output
                 s.drafts = drafts.token_ids[drafts.offsets[b] : drafts.offsets[b + 1]].tolist()[: num_left - 1]
             num_kept = record[2]
@@ -412,39 +526,46 @@ class ReferenceScheduler:
             update_logprobs += logprobs[start : start + num_kept]
             result_indices += range(start, start + num_kept)
             if s.finish_reason:
-                finished.append(s)
-        updates += [s.update(StepKind.NONE, 0, 0, 0) for s in self.ended]
-        for s in self.planned:
-            s.num_scheduled = 0
-        for s in self.ended + finished:
-            if s.row is not None:
+                self.ended.append(s)
+                s.is_reported = True
+        for s in reported_before:
+            if not s.is_reported:
+                updates.append(s.update(StepKind.NONE, 0, 0, 0))
+                s.is_reported = True
+        for s in self.ended:
+            if s.row is not None and not s.num_planned:
                 self._release(s)
-            del self.sequences[s.request.request_key]
-        self.ended = []
-        self.is_step_open = False
+        for s in self.ended:
+            if not s.num_planned:
+                self.waiting.close_flow(s.request)
+                del self.sequences[s.request.request_key]
+        self.ended = [s for s in self.ended if s.num_planned]
+        del self.open[0]
+        if not self.has_work:
+            self.measured_tokens = 0
         return StepUpdate(
-            self.step_id,
+            plan.step_id,
             np.array(updates, SEQUENCE_UPDATE),
             np.array(update_token_ids, np.int32),
             np.array(update_logprobs, np.float32),
+            self._draft_state(),
             np.array(result_indices, np.int32),
             np.array(scored_indices, np.int32),
         )
 
-    def _num_to_score(self, s: _Sequence) -> int:
-        """Prompt tokens that the plan has scored."""
-        if s.is_scored:
-            return 0
-        return max(0, min(s.num_computed + s.num_scheduled + 1, s.num_prompt) - s.num_scored)
+    def _draft_state(self) -> DraftState:
+        if self.num_drafts_planned or not self.num_drafts_dropped:
+            return DraftState.ACTIVE
+        return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
 
-    def _commit(self, s: _Sequence, accepted: list[int], failed: bool) -> tuple[int, ...]:
+    def _commit(self, s: _Sequence, plan: StepPlan, b: int, accepted: list[int], failed: bool) -> tuple[int, ...]:
         kind = StepKind.PREFILL if s.is_prefill else StepKind.VERIFY if s.drafts else StepKind.DECODE
         num_drafted = len(s.drafts)
-        start, end = s.num_computed, s.num_computed + s.num_scheduled
+        start, end = s.num_computed, s.num_computed + int(np.diff(plan.query_offsets)[b])
         s.num_steps += 1
         s.num_prefill_chunks += start < s.num_prompt
         s.num_recomputed += max(0, min(end, s.num_computed_max) - start)
-        num_scored = self._num_to_score(s)
+        num_scored = int(np.diff(plan.scored_offsets)[b])
         s.num_scored += num_scored
         num_kept = 0
         for token_id in accepted:
@@ -484,22 +605,22 @@ class ReferenceScheduler:
             return FinishReason.CONTEXT_LIMIT
         return FinishReason.LENGTH if s.num_output == stopping.max_output_tokens else FinishReason.NONE
 
-    def _check_result(self, offsets: list[int], token_ids: list[int], failed: list[bool]) -> None:
-        if len(offsets) != len(self.planned) + 1 or len(failed) != len(self.planned) or offsets[-1] != len(token_ids):
+    def _check_result(self, plan: StepPlan, offsets: list[int], token_ids: list[int], failed: list[bool]) -> None:
+        num_sequences = plan.num_sequences
+        if len(offsets) != num_sequences + 1 or len(failed) != num_sequences or offsets[-1] != len(token_ids):
             raise ValueError("wrong shape")
         if any(token_id < 0 for token_id in token_ids):
             raise ValueError("negative token")
-        for b, s in enumerate(self.planned):
-            is_complete = s.num_computed + s.num_scheduled >= len(s.tokens)
-            num_logits = len(s.drafts) + 1 if is_complete and not failed[b] else 0
+        for b, num_logits in enumerate(np.diff(plan.logits_offsets).tolist()):
+            num_logits = 0 if failed[b] else num_logits
             if not min(1, num_logits) <= offsets[b + 1] - offsets[b] <= num_logits:
                 raise ValueError("wrong number of tokens")
 
-    def _check_drafts(self, drafts: Drafts | None, token_offsets: list[int]) -> None:
+    def _check_drafts(self, plan: StepPlan, drafts: Drafts | None, token_offsets: list[int]) -> None:
         if drafts is None:
             return
         counts = np.diff(drafts.offsets)
-        if len(counts) != len(self.planned) or drafts.offsets[0] or drafts.offsets[-1] != len(drafts.token_ids):
+        if len(counts) != plan.num_sequences or drafts.offsets[0] or drafts.offsets[-1] != len(drafts.token_ids):
             raise ValueError("wrong shape")
         if (counts < 0).any() or (drafts.token_ids < 0).any() or counts[np.diff(token_offsets) == 0].any():
             raise ValueError("wrong drafts")
@@ -547,7 +668,7 @@ class ReferenceScheduler:
         return [s for s in self._active() if s.row is None]
 
     def _running(self) -> list[_Sequence]:
-        return sorted((s for s in self.sequences.values() if s.row is not None), key=lambda s: s.rank)
+        return sorted((s for s in self.sequences.values() if s.row is not None), key=lambda s: s.place)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
 _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15
 """Between the seeds of two outputs: odd, so that every output has its own, and large, so that those of requests with
 nearby seeds do not meet."""
@@ -74,8 +75,8 @@ class Request:
         prompt_token_ids: int32 `[num_prompt_tokens]`, at least one.
         arrival_ns: monotonic clock at receipt, nanoseconds.
         deadline_ns: monotonic clock at which the sequence ends with `FinishReason.DEADLINE`; 0 for none.
-        priority: a higher one is served first.
-        tenant: for fairness between callers.
+        priority: a higher one is served first; -100 to 100.
+        tenant: whose request it is; tenants share what is there in proportion to `SchedulerConfig.tenant_weights`.
         cache_salt: requests share cached blocks only with requests of the same salt.
         bypass_prefix_cache: neither reads nor feeds the prefix cache.
         want_logprobs: return the log probability of every chosen token.

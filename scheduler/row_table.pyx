@@ -6,11 +6,6 @@ from libc.string cimport memmove
 from foreword.scheduler.prefix_cache cimport NO_PARENT, NOT_CACHED
 
 
-cdef inline bint is_before(Sequence* a, Sequence* b) noexcept nogil:
-    """Higher priority first, then the older request."""
-    return a.priority > b.priority or (a.priority == b.priority and a.order < b.order)
-
-
 cdef class RowTable:
     """Rows `0 .. num_rows - 1`, each with a block table; a row released last is given out first."""
 
@@ -82,15 +77,16 @@ cdef class RowTable:
 
     cdef int insert(self, int entry) except -1 nogil:
         cdef Sequence* s = &self.sequences[entry]
-        cdef int low = 0, high = self.num_running, middle
+        cdef int low = 0, high = self.num_listed, middle
         while low < high:
             middle = (low + high) // 2
             if is_before(&self.sequences[self.running[middle]], s):
                 low = middle + 1
             else:
                 high = middle
-        memmove(&self.running[low + 1], &self.running[low], (self.num_running - low) * sizeof(int))
+        memmove(&self.running[low + 1], &self.running[low], (self.num_listed - low) * sizeof(int))
         self.running[low] = entry
+        self.num_listed += 1
         self.num_running += 1
         self.num_free -= 1
         s.row = self.free_rows[self.num_free]
@@ -101,6 +97,8 @@ cdef class RowTable:
             self.block_table(s)[i] = self.hits[i]
         s.num_blocks = s.num_cached_blocks = self.num_hits
         s.num_computed = self.num_hits * self.block_size
+        s.prefill_end = s.num_tokens
+        self.num_prefill_tokens += s.prefill_end - s.num_computed
         return 0
 
     cdef int grow(self, Sequence* s, int num_tokens) except -1 nogil:
@@ -142,16 +140,20 @@ cdef class RowTable:
         s.num_cached_blocks = s.num_sent_blocks = 0
         self.free_rows[self.num_free] = s.row
         self.num_free += 1
+        self.num_running -= 1
+        self.num_prefill_tokens -= max(0, s.prefill_end - s.num_computed)
         s.row = -1
         return 0
 
     cdef void compact(self) noexcept nogil:
         cdef int i, num_kept = 0
-        for i in range(self.num_running):
+        if self.num_listed == self.num_running:
+            return
+        for i in range(self.num_listed):
             if self.sequences[self.running[i]].row >= 0:
                 self.running[num_kept] = self.running[i]
                 num_kept += 1
-        self.num_running = num_kept
+        self.num_listed = num_kept
 
     cdef int check_invariants(self) except -1:
         cdef Sequence* s
@@ -160,14 +162,19 @@ cdef class RowTable:
         self.cache.check_invariants()
         self.pool.check_invariants()
         rows = [self.free_rows[i] for i in range(self.num_free)]
-        for i in range(self.num_running):
+        cdef int64_t num_prefill_tokens = 0
+        for i in range(self.num_listed):
             s = &self.sequences[self.running[i]]
-            rows.append(s.row)
             assert i == 0 or is_before(&self.sequences[self.running[i - 1]], s), "running sequences are out of order"
+            if s.row < 0:
+                continue
+            rows.append(s.row)
+            num_prefill_tokens += max(0, s.prefill_end - s.num_computed)
             assert s.num_blocks <= self.max_blocks_per_sequence, "a block table is too long"
             assert s.num_computed <= s.num_blocks * self.block_size, "tokens are computed outside of held blocks"
             num_full = 0 if s.bypasses_cache else s.num_computed // self.block_size
-            assert s.num_cached_blocks == num_full, "a full block is not cached, or one that is not full is"
+            # One that failed while a plan computes it keeps what it has filled out of the cache.
+            assert s.update.finish_reason or s.num_cached_blocks == num_full, "a full block is not cached, or one that is not full is"
             parent = NO_PARENT
             for j in range(s.num_blocks):
                 block = self.block_table(s)[j]
@@ -179,6 +186,8 @@ cdef class RowTable:
                     assert self.pool.ref_count(block) == 1, "a block that can be written to is shared"
                 parent = block
         assert sorted(rows) == list(range(self.num_rows)), "a row is lost or held twice"
+        assert self.num_running == self.num_rows - self.num_free, "num_running is wrong"
+        assert self.num_prefill_tokens == num_prefill_tokens, "num_prefill_tokens is wrong"
         for i in range(self.pool.num_blocks):
             assert self.pool.ref_count(i) == holders.get(i, 0), f"block {i} has a wrong reference count"
         return 0

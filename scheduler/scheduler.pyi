@@ -43,22 +43,34 @@ class Scheduler:
     def resume(self, request_key: int) -> bool:
         """Undo `pause`. False when the key is not active."""
 
+    @property
+    def can_schedule(self) -> bool:
+        """True when no plan waits for its result, or when `lookahead` allows to plan ahead of one that does.
+
+        It does not where a sequence has to lose its blocks to another: that waits until no plan is open.
+        """
+
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step. An empty plan (no sequences) must be applied with `apply(None)` all the same.
 
+        A plan made ahead continues the sequences of the open one behind the token that this one draws, whose id it
+        gives as -1. It leaves out those whose drafts are being checked or that reach their length: what they do next
+        depends on the result.
+
         Raises:
-            RuntimeError: the last plan has not been applied yet.
+            RuntimeError: `can_schedule` is false.
         """
 
     def apply(self, result: StepResult | None) -> StepUpdate:
-        """Take a step's result: append tokens, end sequences, free blocks. `None` for an empty plan.
+        """Take the result of the oldest open plan: append tokens, end sequences, free blocks. `None` for an empty plan.
 
         Drafts of sequences that go on are verified by the next step, never more than a sequence may still produce
         after its next token, and as far as budget and free blocks allow without a preemption. Those of a sequence that
-        is paused or preempted are dropped.
+        is paused, preempted or part of the next plan already are dropped. A sequence that ends and is part of the next
+        plan keeps its row until that one's result, whose token for it is dropped.
 
         Raises:
-            ValueError: the result does not belong to the last plan, or a token id is negative.
+            ValueError: the result does not belong to that plan, or a token id is negative.
         """
 
     @property

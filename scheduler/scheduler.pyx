@@ -1,22 +1,29 @@
 """The scheduler's two steps over C state: `schedule` writes a plan, `apply` takes its result.
 
 A step serves `running` in order of (priority, arrival): first a token for every decoding sequence, then prompt chunks,
-then admissions from `waiting`, which has the same order. Blocks are taken as tokens are planned. A decoding sequence
-that finds no block takes those of the last in order, which is never one that this step has planned already. Both cores
-run without the GIL and allocate nothing.
+and before a chunk what waits with a higher priority; in the end all that waits. Drafts get what none of them can use. Blocks are taken as tokens are
+planned. A decoding sequence that finds no block takes those of the last in order, which is never one that this step has
+planned already. Both cores run without the GIL and allocate nothing.
 """
 
-from libc.stdint cimport INT32_MAX
+from libc.stdint cimport INT32_MAX, INT32_MIN
 from libc.stdlib cimport free, malloc
 
-from foreword.scheduler.admission cimport check_bounds, check_queue, check_request
+from foreword.scheduler.admission cimport check_bounds, check_deadline, check_queue, check_request
 from foreword.scheduler.commit cimport CANCELLED, DEADLINE, FAILED, commit, report
+from foreword.scheduler.heap_forest cimport EMPTY
+from foreword.scheduler.row_table cimport is_before
 
 from foreword.scheduler.errors import DuplicateRequest
-from foreword.scheduler.step import SchedulerLoad, StepResult
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepResult
 
 cdef enum:
-    MAX_OVERTAKEN = 4  # admissions that may pass a request that does not fit, and such requests passed in a step
+    UNKNOWN_TOKEN = -1
+
+
+cdef inline bint is_ready(Sequence* s) noexcept nogil:
+    """Whether a sequence may be part of the next plan, if it holds a row."""
+    return s.row >= 0 and not s.is_paused and not s.is_awaited and not s.update.finish_reason
 
 
 cdef class Scheduler:
@@ -28,17 +35,23 @@ cdef class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = config.max_model_len
         self.block_size = config.block_size
+        self.lookahead = config.lookahead
         self.prefix_cache = PrefixCache(config.num_blocks, config.block_size, config.hash_key)
         self.table = SequenceTable(num_rows + config.max_num_waiting, self.prefix_cache)
         self.sequences = self.table.sequences
         self.rows = RowTable(self.table, num_rows, config.max_blocks_per_sequence)
         self.pool = self.rows.pool
-        self.step = StepBuffers(
-            num_rows, config.max_num_batched_tokens, self.table.capacity, num_rows * config.max_blocks_per_sequence
+        self.steps = tuple(
+            [StepBuffers(num_rows, config.max_num_batched_tokens, self.table.capacity,
+                         num_rows * config.max_blocks_per_sequence)
+             for _ in range(1 + config.lookahead)]
         )
-        self.waiting = IndexedHeap(self.table.capacity)
-        self.deadlines = IndexedHeap(self.table.capacity)
-        self.planned = <int*>malloc(num_rows * sizeof(int))
+        self.step = self.steps[0]
+        self.waiting = WaitingQueue(self.table, config)
+        self.deadlines = HeapForest(self.table.capacity)
+        self.first_deadline = EMPTY
+        self.throughput = Throughput(config.max_num_batched_tokens)
+        self.planned = <int*>malloc(len(self.steps) * num_rows * sizeof(int))
         self.prefills = <int*>malloc(num_rows * sizeof(int))
         self.admitted = <int*>malloc(num_rows * sizeof(int))
         self.ended = <int*>malloc(self.table.capacity * sizeof(int))
@@ -60,15 +73,20 @@ cdef class Scheduler:
         for output in outputs:
             if self.table.find(output.request_key) >= 0:
                 raise DuplicateRequest(f"request {output.request_key} is active", request_key=output.request_key)
-        check_bounds(request, self.config, self.now_ns)
+        check_bounds(request, self.config)
+        if request.deadline_ns:
+            num_tokens = self.rows.num_prefill_tokens
+            num_tokens += self.waiting.num_tokens_before(request.tenant, request.priority)
+            check_deadline(request, self.now_ns, num_tokens, self.throughput.duration_of(num_tokens))
         check_queue(request, self.config, self.num_waiting, self.num_waiting_tokens, self.table.num_free)
         cdef int entry, leader = -1
         cdef Sequence* s
         for output in outputs:
             entry = self.table.add(output, prompt)
             s = &self.sequences[entry]
+            s.flow = self.waiting.open_flow(output.tenant, output.priority)
             if s.deadline_ns:
-                self.deadlines.push(entry, s.deadline_ns, s.order)
+                self.first_deadline = self.deadlines.push(self.first_deadline, entry, s.deadline_ns, s.order)
             if leader < 0:
                 leader = entry
             else:
@@ -89,7 +107,7 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         if not s.is_paused:
             s.is_paused = True
-            if not s.is_planned:
+            if not s.num_planned:
                 s.num_draft = 0
             if s.row < 0:
                 self.waiting.remove(entry)
@@ -107,16 +125,12 @@ cdef class Scheduler:
             if s.row >= 0:
                 self.num_paused -= 1
             elif s.leader < 0:
-                self.queue(entry)
+                self.waiting.push(entry, self.now_ns)
         return True
 
     cdef int find_active(self, object request_key) except -2:
         cdef int entry = self.table.find(request_key)
         return -1 if entry >= 0 and self.sequences[entry].update.finish_reason else entry
-
-    cdef int queue(self, int entry) except -1 nogil:
-        cdef Sequence* s = &self.sequences[entry]
-        return self.waiting.push(entry, -<int64_t>s.priority, s.order)
 
     cdef int wait(self, int entry) except -1 nogil:
         """Count a sequence as waiting and, unless it is paused or follows another, queue it at its old place."""
@@ -124,7 +138,7 @@ cdef class Scheduler:
         self.num_waiting += 1
         self.num_waiting_tokens += s.num_prompt
         if not s.is_paused and s.leader < 0:
-            self.queue(entry)
+            self.waiting.push(entry, self.now_ns)
         return 0
 
     cdef void follow(self, int entry, int leader) noexcept nogil:
@@ -152,7 +166,7 @@ cdef class Scheduler:
             s = &self.sequences[entry]
             self.leave_leader(entry)
             if not s.is_paused:
-                self.queue(entry)
+                self.waiting.push(entry, self.now_ns)
             entry = self.sequences[leader].follower
         return 0
 
@@ -162,28 +176,40 @@ cdef class Scheduler:
         s.update.finish_reason = finish_reason
         self.leave_leader(entry)
         self.queue_followers(entry)
-        self.deadlines.remove(entry)
+        self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
         self.ended[self.num_ended] = entry
         self.num_ended += 1
         if s.row < 0:
             self.waiting.remove(entry)
             self.num_waiting -= 1
             self.num_waiting_tokens -= s.num_prompt
-        elif not s.is_planned:
+        elif not s.num_planned:
             self.release_row(s)
-            self.rows.compact()
         return 0
 
     # Schedule
 
+    @property
+    def can_schedule(self):
+        return self.num_open == 0 or (self.num_open < len(self.steps) and not self.is_starved)
+
     def schedule(self, now_ns):
-        if self.is_step_open:
+        if not self.can_schedule:
             raise RuntimeError("the last plan has not been applied")
         self.now_ns = max(self.now_ns, now_ns)
-        with nogil:
-            self.schedule_all()
+        cdef StepBuffers before = self.step
+        cdef const int* planned_before = self.planned_in(self.step_id)
         self.step_id += 1
-        self.is_step_open = True
+        self.step = self.steps[self.step_id % len(self.steps)]
+        with nogil:
+            self.throughput.finish(self.now_ns)
+            if self.num_open:
+                self.advance(before, planned_before)
+            self.schedule_all()
+            if self.num_open:
+                self.retreat(before, planned_before)
+            self.throughput.start(self.now_ns, self.step.num_tokens)
+        self.num_open += 1
         cdef int i
         admitted = tuple(
             [(self.sequences[self.admitted[i]].row, self.table.requests[self.admitted[i]])
@@ -192,118 +218,189 @@ cdef class Scheduler:
         offsets, token_ids = self.table.outputs(self.admitted, self.num_admitted)
         return self.step.plan(self.step_id, admitted, offsets, token_ids)
 
+    cdef int* planned_in(self, int64_t step_id) noexcept nogil:
+        return self.planned + (step_id % (1 + self.lookahead)) * self.rows.num_rows
+
+    cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil:
+        """Let the sequences of the open plan look as its result will leave them, the token that it draws unknown.
+
+        One whose drafts it checks, or that its result ends, is left out of the next plan.
+        """
+        cdef int b, num_logits
+        cdef Sequence* s
+        for b in range(step.num_sequences):
+            s = &self.sequences[planned[b]]
+            num_logits = step.logits_offsets[b + 1] - step.logits_offsets[b]
+            s.is_awaited = num_logits > 1 or (num_logits == 1 and s.num_tokens + 1 == s.max_tokens)
+            if s.is_awaited or s.update.finish_reason:
+                continue
+            s.num_ahead = step.query_offsets[b + 1] - step.query_offsets[b]
+            self.rows.num_prefill_tokens -= max(0, min(s.num_ahead, s.prefill_end - s.num_computed))
+            s.num_computed += s.num_ahead
+            if num_logits:
+                s.token_ids[s.num_tokens] = UNKNOWN_TOKEN
+                s.num_tokens += 1
+
+    cdef void retreat(self, StepBuffers step, const int* planned) noexcept nogil:
+        """Undo `advance`."""
+        cdef int b
+        cdef Sequence* s
+        for b in range(step.num_sequences):
+            s = &self.sequences[planned[b]]
+            s.is_awaited = False
+            if s.num_ahead:
+                s.num_tokens -= step.logits_offsets[b + 1] - step.logits_offsets[b]
+                s.num_computed -= s.num_ahead
+                self.rows.num_prefill_tokens += max(0, min(s.num_ahead, s.prefill_end - s.num_computed))
+                s.num_ahead = 0
+
     cdef int schedule_all(self) except -1 nogil:
         self.step.clear()
-        self.num_admitted = self.num_prefills = self.num_preempted = 0
-        while self.deadlines.size and self.deadlines.top_major() <= self.now_ns:
-            self.end(self.deadlines.pop(), DEADLINE)
+        self.is_starved = False
+        self.num_admitted = self.num_prefills = self.num_preempted = self.num_passed = 0
+        self.num_drafts_planned = self.num_drafts_dropped = 0
+        self.is_overtaking_over = False
+        while self.first_deadline != EMPTY and self.sequences[self.first_deadline].deadline_ns <= self.now_ns:
+            self.end(self.first_deadline, DEADLINE)
+        self.rows.compact()
+        cdef int64_t num_prompt_tokens = self.find_prefills()
+        if self.rows.num_free:
+            num_prompt_tokens += self.waiting.num_tokens()
+        self.draft_budget = <int>max(0, self.max_num_batched_tokens - self.rows.num_running - num_prompt_tokens)
         self.schedule_decodes()
-        cdef int num_reserved = self.schedule_prefills()
-        if self.num_preempted:
-            self.rows.compact()
-        else:
-            self.schedule_admissions(num_reserved)
+        self.schedule_prompts()
+        self.rows.compact()
         return 0
+
+    cdef int64_t find_prefills(self) noexcept nogil:
+        """List the sequences that have not computed what they knew at admission; returns how much those can compute."""
+        cdef int i
+        cdef int64_t num_tokens = 0
+        cdef Sequence* s
+        if self.rows.num_prefill_tokens == 0:
+            return 0
+        for i in range(self.rows.num_running):
+            s = &self.sequences[self.rows.running[i]]
+            if s.num_computed < s.prefill_end:
+                self.prefills[self.num_prefills] = self.rows.running[i]
+                self.num_prefills += 1
+                num_tokens += s.prefill_end - s.num_computed if is_ready(s) else 0
+        return num_tokens
 
     cdef int schedule_decodes(self) except -1 nogil:
         """Plan one token for every decoding sequence, and its drafts where they cost no other sequence anything."""
         cdef int i, num_draft, entry
-        cdef int draft_budget = self.max_num_batched_tokens - self.rows.num_running
+        cdef int num_running = self.rows.num_running
         cdef Sequence* s
-        for i in range(self.rows.num_running):
+        for i in range(num_running):
             entry = self.rows.running[i]
             s = &self.sequences[entry]
-            if s.row < 0:
+            if not is_ready(s) or s.num_computed < s.prefill_end:
                 continue
-            if s.num_computed < s.prefill_end:
-                self.prefills[self.num_prefills] = i
-                self.num_prefills += 1
-                continue
-            if s.is_paused or (s.num_computed == s.num_blocks * self.block_size and not self.make_room(i)):
+            if s.num_computed == s.num_blocks * self.block_size and not self.make_room(entry):
                 continue
             if s.num_draft:
-                num_draft = min(s.num_draft, draft_budget, self.num_draft_slots(s))
-                draft_budget -= num_draft
+                num_draft = min(
+                    s.num_draft, self.draft_budget - self.num_drafts_planned, self.num_draft_slots(s, num_running)
+                )
+                self.num_drafts_planned += num_draft
+                self.num_drafts_dropped += s.num_draft - num_draft
                 s.num_draft = num_draft
             self.plan(entry, 1 + s.num_draft)
         return 0
 
-    cdef int num_draft_slots(self, Sequence* s) noexcept nogil:
+    cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil:
         """Slots behind its next token that it holds or that no running sequence can need in this step."""
-        cdef int num_blocks = max(s.num_blocks, s.num_computed // self.block_size + 1)
-        num_blocks += max(0, self.pool.num_free - self.rows.num_running)
+        cdef int num_blocks = s.num_blocks + (s.num_computed == s.num_blocks * self.block_size)
+        num_blocks += max(0, self.pool.num_free - num_running)
         return num_blocks * self.block_size - s.num_computed - 1
 
-    cdef int schedule_prefills(self) except -1 nogil:
-        """Plan prompt chunks of running sequences; returns the blocks that their prompts still need after this step."""
-        cdef int i, num_tokens, entry, num_reserved = 0
+    cdef int schedule_prompts(self) except -1 nogil:
+        """Plan prompt chunks of running sequences, and admit what waits: before a sequence all of higher priority."""
+        cdef int i, num_blocks, num_reserved = 0
         cdef Sequence* s
         for i in range(self.num_prefills):
-            entry = self.rows.running[self.prefills[i]]
-            s = &self.sequences[entry]
-            if s.row < 0:
+            s = &self.sequences[self.prefills[i]]
+            if s.row >= 0:
+                num_reserved += self.rows.num_blocks_for(s.prefill_end) - s.num_blocks
+        for i in range(self.num_prefills):
+            s = &self.sequences[self.prefills[i]]
+            if not is_ready(s):
                 continue
-            if not s.is_paused:
-                if self.step.num_sequences == 0 and s.num_computed == self.rows.num_tokens_in_reach(s):
-                    if not self.make_room(self.prefills[i]):
-                        continue
-                num_tokens = min(
-                    s.num_tokens - s.num_computed,
-                    self.max_num_batched_tokens - self.step.num_tokens,
-                    self.rows.num_tokens_in_reach(s) - s.num_computed,
-                )
-                if num_tokens > 0:
-                    self.plan(entry, num_tokens)
-            num_reserved += self.rows.num_blocks_for(s.prefill_end) - s.num_blocks
-        return num_reserved
+            self.schedule_admissions(s.priority, num_reserved)
+            num_blocks = s.num_blocks
+            self.schedule_prefill(self.prefills[i])
+            num_reserved -= s.num_blocks - num_blocks
+        self.schedule_admissions(INT32_MIN, num_reserved)
+        for i in range(self.num_passed):
+            self.waiting.put_back(self.passed[i])
+        return 0
 
-    cdef int schedule_admissions(self, int num_reserved) except -1 nogil:
-        """Give waiting requests rows as long as the blocks for all their tokens are free.
+    cdef int schedule_prefill(self, int entry) except -1 nogil:
+        cdef Sequence* s = &self.sequences[entry]
+        cdef int num_tokens
+        if self.step.num_sequences == 0 and s.num_computed == self.rows.num_tokens_in_reach(s):
+            if not self.make_room(entry):
+                return 0
+        num_tokens = min(
+            s.num_tokens - s.num_computed,
+            self.max_num_batched_tokens - self.step.num_tokens,
+            self.rows.num_tokens_in_reach(s) - s.num_computed,
+        )
+        if num_tokens > 0:
+            self.plan(entry, num_tokens)
+        return 0
+
+    cdef int schedule_admissions(self, int above, int num_reserved) except -1 nogil:
+        """Give waiting requests of a priority above `above` rows as long as the blocks for all their tokens are free.
 
         The blocks that running prompts need and one for every running sequence stay untouched: what is admitted into
         them would soon be preempted. Only the last one admitted gets less than all its tokens, when the budget ends.
         """
-        cdef int i, entry, num_free, num_passed = 0
-        cdef int[MAX_OVERTAKEN] passed
-        cdef bint is_overtaking_over = False
+        cdef int i, entry, num_free
         cdef Sequence* s
-        while self.waiting.size and self.step.num_tokens < self.max_num_batched_tokens and not is_overtaking_over:
-            entry = self.waiting.pop()
+        if self.num_preempted:
+            return 0
+        while self.step.num_tokens < self.max_num_batched_tokens and not self.is_overtaking_over:
+            entry = self.waiting.pop(self.now_ns, above)
+            if entry < 0:
+                break
             s = &self.sequences[entry]
-            if self.step.num_sequences == 0:  # all rows are paused: they keep nobody from running
+            if self.step.num_sequences == 0 and self.num_open == 0 and above == INT32_MIN:
+                # All rows are paused: they keep nobody from running.
                 self.preempt_paused(s)
                 num_free = self.pool.num_free
             else:
                 num_free = self.pool.num_free - num_reserved - self.rows.num_running
             # Every sequence takes a block, so nobody looks for hits while none is to be had.
             if self.rows.num_free == 0 or num_free < 1 or self.rows.match(s) > num_free:
-                passed[num_passed] = entry
-                num_passed += 1
-                is_overtaking_over = (
-                    self.rows.num_free == 0 or num_passed == MAX_OVERTAKEN or s.num_overtaken == MAX_OVERTAKEN
+                if self.num_open and self.step.num_sequences == 0:
+                    self.is_starved = True
+                self.passed[self.num_passed] = entry
+                self.num_passed += 1
+                self.is_overtaking_over = (
+                    self.rows.num_free == 0 or self.num_passed == MAX_OVERTAKEN or s.num_overtaken == MAX_OVERTAKEN
                 )
                 continue
             self.admit(entry)
-            for i in range(num_passed):
-                self.sequences[passed[i]].num_overtaken += 1
-                if self.sequences[passed[i]].num_overtaken == MAX_OVERTAKEN:
-                    is_overtaking_over = True
-        for i in range(num_passed):
-            self.queue(passed[i])
+            for i in range(self.num_passed):
+                self.sequences[self.passed[i]].num_overtaken += 1
+                if self.sequences[self.passed[i]].num_overtaken == MAX_OVERTAKEN:
+                    self.is_overtaking_over = True
         return 0
 
     cdef int admit(self, int entry) except -1 nogil:
         cdef Sequence* s = &self.sequences[entry]
         self.num_waiting -= 1
         self.num_waiting_tokens -= s.num_prompt
-        s.prefill_end = s.num_tokens
-        s.num_overtaken = 0
         if s.update.first_scheduled_ns == 0:
             s.update.first_scheduled_ns = self.now_ns
+        self.waiting.admit(entry, self.now_ns)
         self.rows.insert(entry)
         s.update.num_prompt_computed = min(s.num_computed, s.num_prompt)
         if s.update.num_preemptions == 0:
             s.update.num_cached = s.num_computed
+            self.waiting.charge(s.flow, s.num_prompt - s.num_computed)
         self.admitted[self.num_admitted] = entry
         self.num_admitted += 1
         return self.plan(entry, min(s.num_tokens - s.num_computed, self.max_num_batched_tokens - self.step.num_tokens))
@@ -312,45 +409,49 @@ cdef class Scheduler:
         """Add a sequence to the plan with its next `num_tokens` tokens, drafts included."""
         cdef Sequence* s = &self.sequences[entry]
         self.rows.grow(s, s.num_computed + num_tokens)
-        self.planned[self.step.num_sequences] = entry
-        s.is_planned = True
+        self.planned_in(self.step_id)[self.step.num_sequences] = entry
+        s.num_planned += 1
         self.step.add(s, self.rows.generations[s.row], self.rows.block_table(s), self.block_size, num_tokens)
         return 0
 
     # Preemption
 
-    cdef bint make_room(self, int position) except -1 nogil:
-        """See that a block is free for `running[position]`; false when the sequence itself had to go."""
+    cdef bint make_room(self, int entry) except -1 nogil:
+        """See that a block is free for a sequence; false when the sequence itself had to go, or has to wait until no
+        plan is open: none loses blocks that are in use."""
         cdef int victim
+        if self.pool.num_free == 0 and self.num_open:
+            self.is_starved = True
+            return False
         while self.pool.num_free == 0:
-            victim = self.pick_victim(position)
-            self.preempt(self.rows.running[victim])
-            if victim == position:
+            victim = self.pick_victim(&self.sequences[entry])
+            self.preempt(victim)
+            if victim == entry:
                 return False
         return True
 
-    cdef int pick_victim(self, int position) noexcept nogil:
-        """The last paused sequence, else the last from `position` on that has a new token since its last preemption."""
-        cdef int i, unpaused = -1, without_progress = -1
-        cdef Sequence* s
-        for i in range(self.rows.num_running - 1, -1, -1):
-            s = &self.sequences[self.rows.running[i]]
-            if s.row < 0:
+    cdef int pick_victim(self, Sequence* s) noexcept nogil:
+        """The last paused sequence, else the last from `s` on that has a new token since its last preemption."""
+        cdef int i, with_progress = -1, without_progress = -1
+        cdef Sequence* victim
+        for i in range(self.rows.num_listed - 1, -1, -1):
+            victim = &self.sequences[self.rows.running[i]]
+            if victim.row < 0:
                 continue
-            if s.is_paused:
-                return i
-            if i < position:
+            if victim.is_paused:
+                return self.rows.running[i]
+            if is_before(victim, s):
                 continue
-            if s.update.num_preemptions and s.num_tokens == s.prefill_end:
+            if victim.update.num_preemptions and victim.num_tokens == victim.prefill_end:
                 without_progress = max(without_progress, i)
             else:
-                unpaused = max(unpaused, i)
-        return unpaused if unpaused >= 0 else without_progress
+                with_progress = max(with_progress, i)
+        return self.rows.running[with_progress if with_progress >= 0 else without_progress]
 
     cdef int preempt_paused(self, Sequence* s) except -1 nogil:
         """Preempt paused sequences from the end until `s` finds a row and blocks."""
         cdef int i
-        for i in range(self.rows.num_running - 1, -1, -1):
+        for i in range(self.rows.num_listed - 1, -1, -1):
             if self.rows.num_free and self.rows.match(s) <= self.pool.num_free:
                 break
             self.preempt(self.rows.running[i])
@@ -362,9 +463,11 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         s.update.num_preemptions += 1
         s.update.num_prompt_computed = 0
+        if s.num_tokens > s.prefill_end:
+            s.num_overtaken = 0  # it was served; one that gained nothing lets nobody more pass
+        self.release_row(s)
         s.num_computed = s.num_draft = 0
         self.num_preempted += 1
-        self.release_row(s)
         return self.wait(entry)
 
     cdef int release_row(self, Sequence* s) except -1 nogil:
@@ -374,57 +477,83 @@ cdef class Scheduler:
     # Apply
 
     def apply(self, result):
-        if not self.is_step_open:
+        if not self.num_open:
             raise ValueError("there is no plan to apply a result to")
+        cdef int64_t step_id = self.step_id - self.num_open + 1
+        cdef StepBuffers step = self.steps[step_id % len(self.steps)]
         if result is None:
-            if self.step.num_sequences:
-                raise ValueError(f"plan {self.step_id} has {self.step.num_sequences} sequences and needs a result")
+            if step.num_sequences:
+                raise ValueError(f"plan {step_id} has {step.num_sequences} sequences and needs a result")
         elif not isinstance(result, StepResult):
             raise ValueError(f"result must be a StepResult or None, got {type(result).__name__}")
-        elif result.step_id != self.step_id:
-            raise ValueError(f"result.step_id must be {self.step_id}, got {result.step_id}")
+        elif result.step_id != step_id:
+            raise ValueError(f"result.step_id must be {step_id}, got {result.step_id}")
         else:
-            self.step.read_result(result)
+            step.read_result(result)
         with nogil:
-            self.apply_all()
-        cdef int i
-        for i in range(self.num_ended):
-            self.table.remove(self.ended[i])
-        self.num_ended = 0
-        self.is_step_open = False
-        return self.step.update(self.step_id)
+            self.apply_all(step, self.planned_in(step_id))
+        self.forget_ended()
+        self.num_open -= 1
+        if not self.has_work:
+            self.throughput.drop()
+        return step.update(step_id, self.draft_state())
 
-    cdef int apply_all(self) except -1 nogil:
+    cdef object draft_state(self):
+        if self.num_drafts_planned or not self.num_drafts_dropped:
+            return DraftState.ACTIVE
+        return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
+
+    cdef int apply_all(self, StepBuffers step, const int* planned) except -1 nogil:
         """Commit the planned sequences in order, then report those that a cancel or a deadline ended."""
-        cdef int b, i, entry, num_ended_before = self.num_ended, num_released = 0
+        cdef int b, i, entry, num_prefill_tokens, num_ended_before = self.num_ended
         cdef bint has_filled_block
         cdef Sequence* s
-        self.step.num_updates = self.step.num_update_tokens = self.step.num_update_scored = 0
-        for b in range(self.step.num_sequences):
-            entry = self.planned[b]
+        step.num_updates = step.num_update_tokens = step.num_update_scored = 0
+        for b in range(step.num_sequences):
+            entry = planned[b]
             s = &self.sequences[entry]
-            s.is_planned = False
+            s.num_planned -= 1
             if s.update.finish_reason:
                 continue
-            commit(s, self.step, b, self.max_model_len)
+            num_prefill_tokens = s.prefill_end - s.num_computed
+            commit(s, step, b, self.max_model_len)
+            if num_prefill_tokens > 0:
+                self.rows.num_prefill_tokens -= min(num_prefill_tokens, s.num_computed + num_prefill_tokens - s.prefill_end)
+            self.waiting.charge(s.flow, s.update.num_tokens)
             has_filled_block = s.num_computed >= (s.num_cached_blocks + 1) * self.block_size
             if has_filled_block and not s.bypasses_cache and s.update.finish_reason != FAILED:
                 self.rows.cache_full_blocks(s)
             if s.follower >= 0 and (s.num_computed >= s.num_prompt or s.update.finish_reason):
                 self.queue_followers(entry)
             if s.update.finish_reason:
-                self.deadlines.remove(entry)
+                self.first_deadline = self.deadlines.remove(self.first_deadline, entry)
                 self.ended[self.num_ended] = entry
                 self.num_ended += 1
+                s.is_reported = True
         for i in range(num_ended_before):
-            report(&self.sequences[self.ended[i]], self.step)
+            s = &self.sequences[self.ended[i]]
+            if not s.is_reported:
+                report(s, step)
+                s.is_reported = True
         for i in range(self.num_ended):
             s = &self.sequences[self.ended[i]]
-            if s.row >= 0:
+            if s.row >= 0 and s.num_planned == 0:
                 self.release_row(s)
-                num_released += 1
-        if num_released:
-            self.rows.compact()
+        self.rows.compact()
+        return 0
+
+    cdef int forget_ended(self) except -1:
+        """Forget the ended sequences, except those that an open plan still computes."""
+        cdef int i, entry, num_kept = 0
+        for i in range(self.num_ended):
+            entry = self.ended[i]
+            if self.sequences[entry].num_planned:
+                self.ended[num_kept] = entry
+                num_kept += 1
+            else:
+                self.waiting.close_flow(self.sequences[entry].flow)
+                self.table.remove(entry)
+        self.num_ended = num_kept
         return 0
 
     # State
@@ -435,7 +564,7 @@ cdef class Scheduler:
 
     @property
     def next_deadline_ns(self):
-        return self.deadlines.top_major()
+        return 0 if self.first_deadline == EMPTY else self.sequences[self.first_deadline].deadline_ns
 
     def load(self):
         return SchedulerLoad(
@@ -451,6 +580,7 @@ cdef class Scheduler:
     def check_invariants(self):
         cdef Sequence* s
         self.rows.check_invariants()
+        self.waiting.check_invariants()
         num_waiting = num_waiting_tokens = num_schedulable = num_paused = num_deadlines = num_rows = 0
         assert len(self.table.entries) + self.table.num_free == self.table.capacity, "an entry is lost"
         for entry in self.table.entries.values():
@@ -459,12 +589,12 @@ cdef class Scheduler:
             num_paused += s.row >= 0 and s.is_paused
             assert s.num_prompt <= s.num_tokens <= s.max_tokens, "a sequence has too few or too many tokens"
             assert s.num_computed <= s.num_tokens, "a sequence has computed tokens that it does not have"
-            assert s.is_planned <= self.is_step_open, "a sequence is planned outside of a step"
+            assert s.num_planned <= self.num_open, "a sequence is planned outside of a step"
             assert s.leader < 0 or s.row < 0, "an output computes its prompt beside its leader"
             assert s.leader < 0 or not self.sequences[s.leader].update.finish_reason, "a leader has ended"
             if s.update.finish_reason:
                 assert s.leader < 0 and s.follower < 0, "an ended sequence leads or follows"
-                assert s.row < 0 or s.is_planned, "an ended sequence holds a row"
+                assert s.row < 0 or s.num_planned, "an ended sequence holds a row"
                 continue
             num_deadlines += s.deadline_ns != 0
             if s.row < 0:

@@ -35,6 +35,7 @@ cdef struct Sequence:
     int32_t num_eos
     int32_t num_stop
     int32_t priority
+    int32_t flow  # of the waiting queue
     int32_t row  # -1 without one
     int32_t num_prompt
     int32_t min_tokens  # prompt and output: EOS and stop ids end the sequence only at a token behind this many
@@ -54,7 +55,10 @@ cdef struct Sequence:
     int32_t num_overtaken  # requests behind it that were admitted while it did not fit
     bint bypasses_cache
     bint is_paused
-    bint is_planned  # part of the plan that has not been applied yet
+    int32_t num_planned  # plans without a result yet that it is part of
+    int32_t num_ahead  # while the next plan is made: tokens of the open one that it looks as if it had computed
+    bint is_awaited  # while the next plan is made: what it computes there depends on the open one's result
+    bint is_reported  # its end is part of an update
 
 
 cdef class SequenceTable:

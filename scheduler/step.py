@@ -7,8 +7,8 @@
 Axis letters: B sequences in the step, T tokens in the step, L positions to draw at, P prompt tokens to score, N tokens
 that came out, U sequences with news, A rows admitted, R block-table entries that changed.
 
-Plan and update arrays are views of buffers that the scheduler reuses: they are valid until the next `schedule` (plan)
-or the next `apply` (update).
+Plan and update arrays are views of buffers that the scheduler reuses: they are valid until the plan's result is applied
+(plan) or until the next `apply` (update).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DraftState(IntEnum):
     DISABLED = 2  # the operator turned speculation off
     DRAFTER_FAILED = 3
     NO_GAIN = 4  # checking them would cost more time than they are expected to save
-    CACHE_PRESSURE = 5
+    CACHE_PRESSURE = 5  # they would take blocks that other sequences may need
     PREFILL_PRESSURE = 6  # prompts wait for the time that drafts would take
 
 
@@ -71,7 +71,8 @@ class StepPlan:
         generations: `[B]` how often the row was (re)assigned; a result for an older generation is dropped.
         query_offsets: `[B + 1]` tokens of sequence b are `query_offsets[b]:query_offsets[b + 1]`.
         context_lens: `[B]` tokens of sequence b in the KV cache once this step has run.
-        token_ids: `[T]`.
+        token_ids: `[T]`; -1 is the token that the step before drew for the same row, whose result the scheduler has not
+            seen yet (`SchedulerConfig.lookahead`).
         positions: `[T]` position of each token in its sequence, from 0.
         slot_mapping: `[T]` where each token's key and value go: block * block_size + offset in block.
         logits_indices: `[L]` tokens (of T) that a token is drawn behind, ascending.
@@ -233,6 +234,8 @@ class StepUpdate:
         sequences: `[U]` of dtype `SEQUENCE_UPDATE`.
         token_ids: `[N]` tokens of the sequences, in order, `num_tokens` each.
         logprobs: `[N]`.
+        draft_state: `PREFILL_PRESSURE` or `CACHE_PRESSURE` when drafts were proposed for the step and the plan had room
+            for none of them, otherwise `ACTIVE`.
         result_indices: `[N]` where each token stands in the result.
         scored_indices: where the scores of prompt tokens stand in the result, `num_scored` of each sequence in order.
     """
@@ -241,6 +244,7 @@ class StepUpdate:
     sequences: npt.NDArray[np.void]
     token_ids: Int32Array
     logprobs: Float32Array
+    draft_state: DraftState
     result_indices: Int32Array
     scored_indices: Int32Array
 

@@ -53,4 +53,4 @@ cdef class StepBuffers:
     cdef object plan(self, object step_id, tuple admitted, object output_offsets, object output_token_ids)  # StepPlan
     cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays
     cdef int read_drafts(self, object drafts) except -1
-    cdef object update(self, object step_id)  # StepUpdate
+    cdef object update(self, object step_id, object draft_state)  # StepUpdate

@@ -25,6 +25,19 @@ cdef cnp.ndarray checked(str field, object array, int typenum, str dtype, Py_ssi
     return a
 
 
+cdef Py_ssize_t first_negative(const int32_t* ids, Py_ssize_t num_ids) noexcept nogil:
+    """Where the first negative id is, -1 for none: the usual answer, after a loop without branches."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0
+    for i in range(num_ids):
+        signs |= ids[i]
+    if signs < 0:
+        for i in range(num_ids):
+            if ids[i] < 0:
+                return i
+    return -1
+
+
 cdef class StepBuffers:
     """Preallocated arrays of one step.
 
@@ -87,25 +100,35 @@ cdef class StepBuffers:
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
     ) noexcept nogil:
         cdef int b = self.num_sequences, t = self.num_tokens
-        cdef int block = s.num_computed // block_size
-        cdef int offset = s.num_computed - block * block_size
-        cdef int end = s.num_computed + num_tokens
-        cdef int position
+        cdef int start = s.num_computed
+        cdef int end = start + num_tokens
+        cdef int i, offset, num_logits
+        cdef int block = s.num_blocks - 1  # a decoding sequence is in its last one, and to divide would cost more
+        while block * block_size > start:
+            block -= 1
+        offset = start - block * block_size
         self.add_block_table_updates(s, block_table)
-        self.add_scored(s, s.num_computed, end)
-        for position in range(s.num_computed, end):
-            self.token_ids[t] = s.token_ids[position]
-            self.positions[t] = position
-            self.slot_mapping[t] = block_table[block] * block_size + offset
-            t += 1
+        self.add_scored(s, start, end)
+        # Pointers of its own keep the loops from reading members of `self` again after every write.
+        cdef const int32_t* known = s.token_ids + start
+        cdef int32_t* token_ids = self.token_ids + t
+        cdef int32_t* positions = self.positions + t
+        cdef int32_t* slots = self.slot_mapping + t
+        cdef int32_t* logits_indices = self.logits_indices + self.num_logits
+        for i in range(num_tokens):
+            token_ids[i] = known[i]
+            positions[i] = start + i
+            slots[i] = block_table[block] * block_size + offset
             offset += 1
             if offset == block_size:
                 offset = 0
                 block += 1
+        t += num_tokens
         if end >= s.num_tokens:  # its last known token and the drafts behind it
-            for position in range(t - s.num_draft - 1, t):
-                self.logits_indices[self.num_logits] = position
-                self.num_logits += 1
+            num_logits = s.num_draft + 1
+            for i in range(num_logits):
+                logits_indices[i] = t - num_logits + i
+            self.num_logits += num_logits
         self.rows[b] = s.row
         self.generations[b] = generation
         self.context_lens[b] = end
@@ -196,9 +219,9 @@ cdef class StepBuffers:
                 allowed = "no token" if num_logits == 0 else f"1 to {num_logits} tokens"
                 raise ValueError(f"result.token_offsets: sequence {b} of the plan may have {allowed}, got {num_accepted}")
         cdef Py_ssize_t i
-        for i in range(num_tokens):
-            if self.result_token_ids[i] < 0:
-                raise ValueError(f"result.token_ids[{i}] must not be negative, got {self.result_token_ids[i]}")
+        i = first_negative(self.result_token_ids, num_tokens)
+        if i >= 0:
+            raise ValueError(f"result.token_ids[{i}] must not be negative, got {self.result_token_ids[i]}")
         return self.read_drafts(result.drafts)
 
     cdef int read_drafts(self, object drafts) except -1:
@@ -222,14 +245,14 @@ cdef class StepBuffers:
                 raise ValueError(f"result.drafts.offsets must not fall, but does at sequence {b} of the plan")
             if starts[b + 1] > starts[b] and self.result_offsets[b + 1] == self.result_offsets[b]:
                 raise ValueError(f"result.drafts: sequence {b} of the plan has no token that drafts could follow")
-        for i in range(num_tokens):
-            if ids[i] < 0:
-                raise ValueError(f"result.drafts.token_ids[{i}] must not be negative, got {ids[i]}")
+        i = first_negative(ids, num_tokens)
+        if i >= 0:
+            raise ValueError(f"result.drafts.token_ids[{i}] must not be negative, got {ids[i]}")
         self.draft_offsets = starts
         self.draft_token_ids = ids
         return 0
 
-    cdef object update(self, object step_id):
+    cdef object update(self, object step_id, object draft_state):
         updates, token_ids, logprobs, result_indices, scored_indices = self.update_arrays
         cdef int num_tokens = self.num_update_tokens
         return StepUpdate(
@@ -237,6 +260,7 @@ cdef class StepBuffers:
             updates[: self.num_updates],
             token_ids[:num_tokens],
             logprobs[:num_tokens],
+            draft_state,
             result_indices[:num_tokens],
             scored_indices[: self.num_update_scored],
         )

@@ -89,6 +89,9 @@ def _parser() -> ArgumentParser:
 
     generate = command("generate", _generate, "Continue a text.")
     generate.add_argument("prompt", type=_text, nargs="?", help="the text; read from standard input when left out")
+    generate.add_argument(
+        "--n", dest="num_outputs", type=_integer(32), metavar="N", help="generate N outputs, shown one after the other"
+    )
     _add_generation_flags(generate)
 
     chat_help = "It samples with temperature 0.2 and top-p 0.9 unless one of the two is given."
@@ -226,10 +229,15 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = options.prompt if options.prompt is not None else _read_input(sys.stdin.read)
     with _client(options) as client:
         _wait_for_engine(client, options)
-        with client.stream(prompt, **_generation_options(options)) as stream:
-            for delta in stream:
-                write_piece(delta.text)
-            write_line()
+        settings = _generation_options(options) | {"output_count": options.num_outputs}
+        with client.stream(prompt, **settings) as stream:
+            if options.num_outputs is None:
+                for delta in stream:
+                    write_piece(delta.text)
+                write_line()
+            else:
+                for index, output in enumerate(stream.result().outputs):
+                    write_line(f"[{index}] {output.content.text}")
             if options.timing:
                 write_note(timing_summary(stream.result()))
     return 0

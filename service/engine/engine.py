@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +14,7 @@ import numpy.typing as npt
 from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult, StepUpdate
 from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
 
 
@@ -20,6 +23,22 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+
+
+@runtime_checkable
+class AsynchronousRunner(Runner, Protocol):
+    """Computes steps on a device that works while the host does something else."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step behind those begun before; the returned function waits for its result."""
+
+
+class _OpenStep(NamedTuple):
+    """A step that was begun; `finish` waits for its result, `None` when there is nothing to compute."""
+
+    plan: StepPlan
+    start_ns: int
+    finish: Callable[[], StepResult] | None
 
 
 class StepFault(Exception):
@@ -46,7 +65,14 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
         self.info = info
         self._scheduler = scheduler
-        self._runner = runner
+        if isinstance(runner, AsynchronousRunner):
+            self._launch = runner.launch
+        elif scheduler.config.lookahead:
+            raise ValueError("a scheduler with lookahead needs a runner with `launch`")
+        else:
+            self._launch = lambda plan: functools.partial(runner.execute, plan)
+        self._open: deque[_OpenStep] = deque()
+        self._end_ns = 0
         self._draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
         self._request_keys = np.zeros(scheduler.config.max_num_sequences, np.int64)
 
@@ -90,30 +116,56 @@ class Engine:
     def step(self) -> StepReport | None:
         """Run one step; None when there was nothing to do. The report's arrays are valid until the next call.
 
+        Where the scheduler looks ahead, the next step is begun before the result of this one is waited for.
+
         Raises:
             StepFault: the scheduler or the device raised an exception.
         """
+        report = None
+        while report is None:
+            while self._scheduler.can_schedule and self._is_worth_a_plan:
+                self._begin_step()
+            report = self._finish_step(self._open.popleft())
+            if not self._open:
+                break
+        return report
+
+    @property
+    def _is_worth_a_plan(self) -> bool:
+        """One plan is made in any case, another behind it only if that one computes something."""
+        return not self._open or (self._open[-1].plan.num_sequences > 0 and self._scheduler.has_work)
+
+    def _begin_step(self) -> None:
         plan: StepPlan | None = None
         try:
             start_ns = time.monotonic_ns()
             plan = self._scheduler.schedule(start_ns)
             self._note_admitted(plan)
-            result = self._runner.execute(plan) if plan.num_sequences else None
+            self._open.append(_OpenStep(plan, start_ns, self._launch(plan) if plan.num_sequences else None))
+        except Exception as cause:
+            raise self._step_fault(plan, cause) from cause
+
+    def _finish_step(self, step: _OpenStep) -> StepReport | None:
+        plan = step.plan
+        try:
+            result = step.finish() if step.finish else None
             update = self._scheduler.apply(result)
         except Exception as cause:
             raise self._step_fault(plan, cause) from cause
         if result is None and not len(update.sequences):
             return None
+        start_ns = max(step.start_ns, self._end_ns)
+        self._end_ns = time.monotonic_ns()
         header = StepHeader(
             step_id=plan.step_id,
             start_ns=start_ns,
-            end_ns=time.monotonic_ns(),
+            end_ns=self._end_ns,
             draft_duration_ns=result.draft_duration_ns if result else 0,
             model_duration_ns=result.model_duration_ns if result else 0,
             num_sequences=plan.num_sequences,
             num_tokens=plan.num_tokens,
             load=self._scheduler.load(),
-            draft_state=result.draft_state if result else self._draft_state,
+            draft_state=self._draft_state_after(result, update),
         )
         self._draft_state = header.draft_state
         scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
@@ -125,6 +177,11 @@ class Engine:
             scores and scores.take(update.result_indices),
             prompt_scores and prompt_scores.take(update.scored_indices),
         )
+
+    def _draft_state_after(self, result: StepResult | None, update: StepUpdate) -> DraftState:
+        """What keeps the device from proposing, else what kept the scheduler from taking what it had proposed."""
+        state = result.draft_state if result else self._draft_state
+        return update.draft_state if state is DraftState.ACTIVE else state
 
     @property
     def has_work(self) -> bool:

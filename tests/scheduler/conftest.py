@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from foreword.scheduler.reference import ReferenceScheduler
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import Drafts, StepPlan, StepResult, StepUpdate
+
+sys.path.insert(0, str(Path(__file__).parent))  # for simulator and fake_device
 
 AnyScheduler = Scheduler | ReferenceScheduler
 

@@ -25,7 +25,8 @@ from foreword.scheduler.scheduler import Scheduler
         (np.ones(1, np.int32), StoppingParams(1, -1), 0, "min_output_tokens must not be negative, got -1"),
         (np.ones(1, np.int32), StoppingParams(1, 0, (-1,)), 0, "eos_token_ids .* got -1"),
         (np.ones(1, np.int32), StoppingParams(1, 0, (), (2**31,)), 0, "stop_token_ids .* got 2147483648"),
-        (np.ones(1, np.int32), StoppingParams(1), 2**31, "priority must be int32, got 2147483648"),
+        (np.ones(1, np.int32), StoppingParams(1), 101, "priority must be -100 to 100, got 101"),
+        (np.ones(1, np.int32), StoppingParams(1), -101, "priority must be -100 to 100, got -101"),
     ],
 )
 def test_impossible_values_are_named(prompt: np.ndarray, stopping: StoppingParams, priority: int, message: str) -> None:
@@ -33,6 +34,13 @@ def test_impossible_values_are_named(prompt: np.ndarray, stopping: StoppingParam
     with pytest.raises(ValueError, match=message):
         scheduler.add(Request(0, prompt, stopping, priority=priority), 0)
     assert not scheduler.has_work
+    scheduler.check_invariants()
+
+
+def test_a_tenant_is_a_string() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=8))
+    with pytest.raises(ValueError, match="tenant must be a string, got int"):
+        scheduler.add(Request(0, np.ones(1, np.int32), StoppingParams(1), tenant=7), 0)  # type: ignore[arg-type]
     scheduler.check_invariants()
 
 

@@ -2,8 +2,8 @@
 
 A line is a call, the indented lines below it are what it gave. `--update-golden` rewrites those; review them as a diff.
 
-    config num_blocks=4 block_size=4      SchedulerConfig; once, first
-    add a prompt=10 max=4 [min= eos= stop= priority= deadline= salt= bypass=1 n=]
+    config num_blocks=4 block_size=4 [weights=x:3,y:1]     SchedulerConfig; once, first
+    add a prompt=10 max=4 [min= eos= stop= priority= tenant= deadline= salt= bypass=1 n=]
                                           outputs of several are a, a.1, a.2
     cancel a | pause a | resume a
     step [now=5]                          schedule
@@ -26,7 +26,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ForewordError
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import Drafts, FinishReason, StepKind, StepPlan, StepResult, StepUpdate
+from foreword.scheduler.step import Drafts, DraftState, FinishReason, StepKind, StepPlan, StepResult, StepUpdate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "scheduler"
 
@@ -52,7 +52,10 @@ class Script:
             return [f"{type(error).__name__}: {error}"]
 
     def config(self, **options: str) -> list[str]:
-        self.scheduler = Scheduler(SchedulerConfig(**{name: int(value) for name, value in options.items()}))
+        weights = [pair.split(":") for pair in options.pop("weights", "").split(",") if pair]
+        limits = {name: int(value) for name, value in options.items()}
+        tenant_weights = tuple((tenant, int(weight)) for tenant, weight in weights)
+        self.scheduler = Scheduler(SchedulerConfig(tenant_weights=tenant_weights, **limits))
         return []
 
     def add(self, name: str, prompt: str, max: str, **options: str) -> list[str]:  # noqa: A002
@@ -62,6 +65,7 @@ class Script:
             prompt_token_ids=np.arange(100, 100 + int(prompt), dtype=np.int32),
             stopping=StoppingParams(int(max), int(options.pop("min", 0)), ids["eos"], ids["stop"]),
             priority=int(options.pop("priority", 0)),
+            tenant=options.pop("tenant", ""),
             deadline_ns=int(options.pop("deadline", 0)),
             cache_salt=options.pop("salt", name),
             bypass_prefix_cache=options.pop("bypass", "") == "1",
@@ -159,6 +163,8 @@ def describe(update: StepUpdate, names: list[str]) -> list[str]:
         if record["finish_reason"]:
             parts.append(FinishReason(record["finish_reason"]).name)
         lines.append(f"{names[record['request_key']]}: " + "; ".join(parts))
+    if update.draft_state is not DraftState.ACTIVE:
+        lines.append(f"no drafts: {update.draft_state.name}")
     return lines
 
 

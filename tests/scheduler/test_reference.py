@@ -55,7 +55,7 @@ class Twins:
         self.keys: list[int] = []
         self.streams: dict[int, list[int]] = {}
         self.scored: dict[int, list[int]] = {}
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []
 
     def call(self, method: str, *args: object) -> object:
         real = call(self.real, method, *args)
@@ -72,6 +72,7 @@ class Twins:
         family: int,
         cache_salt: str,
         bypass_prefix_cache: bool,
+        tenant: str,
         num_outputs: int,
         want_prompt_logprobs: bool,
     ) -> None:
@@ -85,6 +86,7 @@ class Twins:
             deadline_ns=deadline_ns,
             cache_salt=cache_salt,
             bypass_prefix_cache=bypass_prefix_cache,
+            tenant=tenant,
             num_outputs=num_outputs,
             want_prompt_logprobs=want_prompt_logprobs,
         )
@@ -97,10 +99,11 @@ class Twins:
 
     def schedule(self, passed: int) -> None:
         self.now_ns += passed
-        self.plan = self.real.schedule(self.now_ns)
-        assert_equal(self.plan, self.reference.schedule(self.now_ns))
+        plan = self.real.schedule(self.now_ns)
+        self.plans.append(plan)
+        assert_equal(plan, self.reference.schedule(self.now_ns))
         active = [self.reference.sequences[key] for key in self.keys]
-        assert self.plan.num_sequences or all(not s.is_ready or s.finish_reason for s in active), (
+        assert plan.num_sequences or len(self.plans) > 1 or all(not s.is_ready or s.finish_reason for s in active), (
             "nobody makes progress"
         )
         self.check_state()
@@ -110,9 +113,9 @@ class Twins:
 
         Ids from NUM_TOKEN_IDS on never end a sequence.
         """
-        assert self.plan is not None
+        plan = self.plans.pop(0)
         rows, failed, drafts = [], [], []
-        for num_logits in np.diff(self.plan.logits_offsets).tolist():
+        for num_logits in np.diff(plan.logits_offsets).tolist():
             failed.append(random.random() < 0.02)
             num_tokens = 0 if failed[-1] or not num_logits else random.randint(1, num_logits)
             rows.append([random.randrange(num_token_ids) for _ in range(num_tokens)])
@@ -124,17 +127,16 @@ class Twins:
         draft_offsets = np.cumsum([0] + [len(row) for row in drafts]).astype(np.int32)
         draft_token_ids = np.array([token for row in drafts for token in row], np.int32)
         result = StepResult(
-            self.plan.step_id,
+            plan.step_id,
             offsets,
             token_ids,
             logprobs,
             np.array(failed, np.bool_),
             drafts=Drafts(draft_offsets, draft_token_ids) if random.random() < 0.9 else None,
         )
-        plan_scored = self.plan.scored_token_ids.copy()
+        plan_scored = plan.scored_token_ids.copy()
         update = self.real.apply(result)
         assert_equal(update, self.reference.apply(result))
-        self.plan = None
         self.follow(update)
         self.follow_scores(update, plan_scored)
         self.check_state()
@@ -173,6 +175,7 @@ class Twins:
         self.reference.check_invariants()
         assert self.real.load() == self.reference.load()
         assert self.real.has_work == self.reference.has_work
+        assert self.real.can_schedule == self.reference.can_schedule
         assert self.real.next_deadline_ns == self.reference.next_deadline_ns
 
     def drain(self) -> None:
@@ -180,8 +183,8 @@ class Twins:
         for key in self.keys:
             self.call("resume", key)
         random = Random(0)
-        while self.plan is not None or self.real.has_work:
-            if self.plan is None:
+        while self.plans or self.real.has_work:
+            while self.real.has_work and self.real.can_schedule:
                 self.schedule(0)
             self.apply(random)
         assert not self.keys
@@ -201,11 +204,14 @@ class BothSchedulers(RuleBasedStateMachine):
         max_model_len=st.integers(2, 40),
         max_num_waiting=st.integers(1, 8),
         max_num_waiting_tokens=st.integers(1, 80),
+        priority_aging_ns=st.integers(1, 20),
         hash_mask=st.sampled_from([(1 << 64) - 1, 1, 0]),
+        lookahead=st.integers(0, 1),
     )
     def build(self, extra_budget: int, hash_mask: int, **limits: int) -> None:
         budget = limits["max_num_sequences"] + extra_budget
-        self.twins = Twins(SchedulerConfig(max_num_batched_tokens=budget, **limits), hash_mask)
+        config = SchedulerConfig(max_num_batched_tokens=budget, tenant_weights=(("heavy", 5),), **limits)
+        self.twins = Twins(config, hash_mask)
 
     @rule(
         num_prompt=st.integers(1, 30),
@@ -218,6 +224,7 @@ class BothSchedulers(RuleBasedStateMachine):
         family=st.integers(0, 2),
         cache_salt=st.sampled_from(["", "", "a", "b"]),
         bypass_prefix_cache=st.sampled_from([False, False, False, True]),
+        tenant=st.sampled_from(["", "heavy", "light"]),
         num_outputs=st.sampled_from([1, 1, 2, 3]),
         want_prompt_logprobs=st.booleans(),
     )
@@ -244,12 +251,12 @@ class BothSchedulers(RuleBasedStateMachine):
         request = Request(key, np.zeros(1, np.int32), StoppingParams(1))
         assert self.twins.call("add", request, self.twins.now_ns) is DuplicateRequest
 
-    @precondition(lambda self: self.twins.plan is None)
+    @precondition(lambda self: self.twins.real.can_schedule)
     @rule(passed=st.integers(-2, 3))
     def schedule(self, passed: int) -> None:
         self.twins.schedule(passed)
 
-    @precondition(lambda self: self.twins.plan is not None)
+    @precondition(lambda self: self.twins.plans)
     @rule(random=st.randoms(use_true_random=False))
     def apply(self, random: Random) -> None:
         self.twins.apply(random)
@@ -265,7 +272,9 @@ BothSchedulers.TestCase.settings = settings(
 TestBothSchedulers = BothSchedulers.TestCase
 
 
-def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None, int, str, bool, int, bool]:
+def random_request(
+    random: Random, num_tenants: int
+) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int, bool]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
@@ -278,6 +287,7 @@ def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None
         random.choice([0, 0, 1, 2]),
         random.choice(["", "", "", "a"]),
         random.random() < 0.1,
+        f"tenant-{random.randrange(num_tenants)}",
         random.choice([1, 1, 1, 2, 4]),
         random.random() < 0.2,
     )
@@ -297,20 +307,24 @@ def test_long_random_walks_agree(seed: int) -> None:
             max_model_len=random.choice([24, 60]),
             max_num_waiting=20,
             max_num_waiting_tokens=300,
+            priority_aging_ns=random.choice([1, 7, 1000]),
+            lookahead=seed % 2,
+            tenant_weights=(("tenant-0", 3), ("tenant-1", 1000)),
         ),
         random.choice([0, 3, (1 << 64) - 1, (1 << 64) - 1]),
     )
     num_token_ids = random.choice([NUM_TOKEN_IDS, 100])
     pause_rate = random.choice([0.0, 0.05, 0.3])
+    num_tenants = random.choice([1, 3, 1000])
     for _ in range(100):
         for _ in range(random.choice([0, 0, 1, 3])):
-            twins.add(*random_request(random))
+            twins.add(*random_request(random, num_tenants))
         for key in list(twins.keys):
             if random.random() < pause_rate:
                 twins.call(random.choice(["pause", "resume"]), key)
             if random.random() < 0.01:
                 twins.call("cancel", key)
-        if twins.plan is None:
+        if twins.real.can_schedule and (not twins.plans or random.random() < 0.7):
             twins.schedule(random.choice([-3, 0, 0, 1, 1, 1, 4]))
         else:
             twins.apply(random, num_token_ids)

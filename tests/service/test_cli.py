@@ -243,6 +243,12 @@ def test_chat_samples_cautiously_unless_told_otherwise(
     assert fake_server.specs[0].sampling == SamplingConfig(**expected)
 
 
+def test_generate_shows_several_outputs_by_number(fake_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "Once upon", "--n", "2", "--target", fake_server.target]) == 0
+    assert fake_server.specs[0].sampling == SamplingConfig(output_count=2)
+    assert capsys.readouterr().out.splitlines()[0].startswith("[0] upon")
+
+
 def test_generate_leaves_sampling_to_the_server(fake_server: FakeServer) -> None:
     assert cli.main(["generate", "x", "--target", fake_server.target]) == 0
     assert fake_server.specs[0].sampling == SamplingConfig()

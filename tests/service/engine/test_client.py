@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from engine_fakes import NO_LIMIT, VOCAB_SIZE, RecordingSink, expected_tokens, make_request
 from engine_harness import EngineThread, until
@@ -15,6 +17,7 @@ from foreword.scheduler.errors import (
     DeadlineInfeasible,
     DuplicateRequest,
     EngineUnavailable,
+    ForewordError,
     InvalidField,
     QueueFull,
 )
@@ -22,7 +25,7 @@ from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.step import FinishReason
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.codec import Codec
-from foreword.service.engine.messages import FRONT_END_SHIFT, Message
+from foreword.service.engine.messages import FRONT_END_SHIFT, Message, StepHeader
 
 Serve = Callable[..., EngineThread]
 Connect = Callable[..., Awaitable[EngineClient]]
@@ -39,7 +42,7 @@ async def idle(client: EngineClient, thread: EngineThread) -> None:
     await until(lambda: not thread.engine.has_work)
     load = thread.engine.load()
     assert (load.num_running, load.num_waiting, load.num_free_blocks) == (0, 0, load.num_blocks)
-    assert not client._sinks
+    await until(lambda: not client._sinks)
 
 
 async def test_a_request_becomes_tokens(serve: Serve, connect: Connect) -> None:
@@ -74,6 +77,59 @@ async def test_request_keys_are_unique_and_tell_the_front_end() -> None:
     assert len(set(keys)) == 100
     assert {key >> FRONT_END_SHIFT for key in keys} == {3}
     assert max(EngineClient(front_end=32767).new_request_key() for _ in range(9)) < 2**63
+
+
+class OutputsSink:
+    """A `RecordingSink` for each output of a request."""
+
+    def __init__(self) -> None:
+        self.outputs: defaultdict[int, RecordingSink] = defaultdict(RecordingSink)
+        self.num_failures = 0
+
+    def on_step(
+        self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+    ) -> None:
+        self.outputs[int(update["request_key"])].on_step(header, update, token_ids, logprobs)
+
+    def on_failure(self, error: ForewordError) -> None:
+        self.num_failures += 1
+
+
+async def test_outputs_of_a_request_share_a_sink(serve: Serve, connect: Connect) -> None:
+    thread = serve()
+    client = await connect(thread)
+    key, sink = client.new_request_key(3), OutputsSink()
+    assert client.new_request_key() == key + 3
+    await client.submit(make_request(key, max_output_tokens=5, num_outputs=3), sink)
+    await idle(client, thread)
+    assert {key: output.token_ids for key, output in sink.outputs.items()} == dict.fromkeys(
+        range(key, key + 3), expected_tokens(4, 5)
+    )
+
+
+async def test_outputs_are_refused_as_a_whole(serve: Serve, connect: Connect) -> None:
+    thread = serve(max_num_waiting=2)
+    client = await connect(thread)
+    key = client.new_request_key(3)
+    with pytest.raises(InvalidField) as refusal:
+        await client.submit(make_request(key, num_outputs=3), OutputsSink())
+    assert refusal.value.field == "sampling.output_count"
+    await idle(client, thread)
+    await client.submit(make_request(key, num_outputs=2), OutputsSink())  # its keys are free
+    await idle(client, thread)
+
+
+async def test_outputs_that_a_front_end_leaves_behind_are_cancelled(serve: Serve, connect: Connect) -> None:
+    thread = serve(step_s=0.005)
+    client = await connect(thread)
+    key, sink = client.new_request_key(3), OutputsSink()
+    await client.submit(make_request(key, num_outputs=3, max_output_tokens=NO_LIMIT), sink)
+    await until(lambda: len(sink.outputs) == 3)
+    with pytest.raises(DuplicateRequest):
+        await client.submit(make_request(key + 2), RecordingSink())
+    client.disconnect(EngineUnavailable("gone"))
+    assert sink.num_failures == 3
+    await until(lambda: not thread.engine.has_work)
 
 
 async def test_refusals_are_raised_as_they_were(serve: Serve, connect: Connect) -> None:

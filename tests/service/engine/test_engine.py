@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from engine_fakes import POISON, VOCAB_SIZE, FakeRunner, RecordingSink, expected_tokens, make_engine, make_request
 
+from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DuplicateRequest, InvalidField, QueueFull
 from foreword.scheduler.request import Request, StoppingParams
-from foreword.scheduler.step import FinishReason
+from foreword.scheduler.scheduler import Scheduler
+from foreword.scheduler.step import FinishReason, StepPlan, StepResult
 from foreword.service.engine.config import EngineConfig
 from foreword.service.engine.engine import Engine, StepFault
 
@@ -134,3 +137,72 @@ def test_a_device_fault_names_the_sequences_of_the_step() -> None:
     assert fault.value.step_id == 2
     assert isinstance(fault.value.__cause__, RuntimeError)
     assert "poison" not in str(fault.value)
+
+
+class LateRunner(FakeRunner):
+    """Computes a step when its result is asked for, and notes in which order it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.num_unknown = 0
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self.calls.append(f"launch {plan.step_id}")
+        self.num_unknown += int((plan.token_ids == -1).sum())
+
+        def finish() -> StepResult:
+            self.calls.append(f"finish {plan.step_id}")
+            return self.execute(plan)
+
+        return finish
+
+
+def looking_ahead(runner: FakeRunner) -> Engine:
+    info = make_engine(EngineConfig("fake"), FakeRunner()).info
+    config = SchedulerConfig(num_blocks=8, max_num_sequences=4, max_num_batched_tokens=16, lookahead=1)
+    return Engine(Scheduler(config), runner, info)
+
+
+def test_the_next_step_is_begun_before_a_result_is_waited_for() -> None:
+    runner = LateRunner()
+    engine, sinks = looking_ahead(runner), {1: RecordingSink(), 2: RecordingSink()}
+    engine.submit(make_request(1, num_prompt_tokens=20, max_output_tokens=3))
+    engine.submit(make_request(2, num_prompt_tokens=3, max_output_tokens=6))
+    run(engine, sinks)
+    assert sinks[1].token_ids == expected_tokens(20, 3)
+    assert sinks[2].token_ids == expected_tokens(3, 6)
+    assert runner.calls[:5] == ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2"]
+    assert runner.num_unknown > 4
+    assert not engine.has_work
+    assert engine.step() is None
+    load = engine.load()
+    assert (load.num_running, load.num_free_blocks) == (0, load.num_blocks)
+
+
+def test_paused_sequences_do_not_keep_an_engine_that_looks_ahead_busy() -> None:
+    engine, sink = looking_ahead(LateRunner()), RecordingSink()
+    engine.submit(make_request(1, max_output_tokens=9))
+    engine.step()
+    engine.pause(1)
+    run(engine, {1: sink})
+    assert engine.step() is None
+    assert not engine.has_work
+    engine.resume(1)
+    assert engine.has_work
+    run(engine, {1: sink})
+    assert sink.finish_reason is FinishReason.LENGTH
+
+
+def test_a_fault_behind_a_step_ahead_names_its_own_sequences() -> None:
+    engine = looking_ahead(LateRunner())
+    engine.submit(Request(1, np.array([POISON], np.int32), StoppingParams(4)))
+    engine.submit(make_request(2))
+    with pytest.raises(StepFault) as fault:
+        engine.step()
+    assert (fault.value.step_id, fault.value.request_keys) == (1, [1, 2])
+
+
+def test_lookahead_needs_a_device_that_works_asynchronously() -> None:
+    with pytest.raises(ValueError, match="launch"):
+        looking_ahead(FakeRunner())

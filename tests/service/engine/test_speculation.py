@@ -106,7 +106,7 @@ def generate(
 ) -> dict[int, Output]:
     runner.speculator = speculator
     scheduler = Scheduler(SchedulerConfig(num_blocks, 16, NUM_ROWS, budget, 256))
-    outputs = {request.request_key: Output() for request in requests}
+    outputs = {key: Output() for request in requests for key in request.output_keys}
     for request in requests:
         scheduler.add(request, 0)
     while scheduler.has_work:
@@ -141,6 +141,7 @@ def request(key: int, max_output: int = 24, **fields: object) -> Request:
         sampling,
         want_logprobs=True,
         max_draft_tokens=limit,
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -169,6 +170,25 @@ def test_tokens_are_the_same_for_every_draft_length(
         assert together[key].text == squeezed[key].text == plain[key].text
     for key in (2, 5):
         assert generate(runner, [request(key)], ngram(num_drafts))[key].text == plain[key].text
+
+
+@pytest.mark.parametrize(("key", "num_drafts"), [(2, 0), (5, 3)], ids=["greedy", "random with drafts"])
+def test_an_output_is_the_same_for_every_count_of_outputs(runner: ModelRunner, key: int, num_drafts: int) -> None:
+    """Bit by bit: of four, of two, alone; with the prefix cache or, where there are drafts, without; preempted."""
+    four = request(key, 16, num_outputs=4, bypass_prefix_cache=num_drafts > 0)
+    expected = {}
+    for index, each in enumerate(four.output_keys):
+        expected[each] = generate(runner, [four.output(index)], None)[each].text
+    assert len({str(text) for text in expected.values()}) == (1 if key == 2 else 4)
+    assert {each: output.text for each, output in generate(runner, [four], ngram(num_drafts)).items()} == expected
+    two = generate(runner, [request(key, 16, num_outputs=2)], ngram(num_drafts))
+    assert [two[key].text, two[key + 1].text] == [expected[key], expected[key + 1]]
+    num_preemptions = 0
+    for num_blocks in (4, 5):
+        squeezed = generate(runner, [four], ngram(num_drafts), num_blocks, budget=21)
+        assert {each: output.text for each, output in squeezed.items()} == expected
+        num_preemptions += sum(output.num_preemptions for output in squeezed.values())
+    assert key == 2 or num_preemptions > 0
 
 
 PROCESSORS: list[dict[str, object]] = [
