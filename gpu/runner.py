@@ -124,6 +124,7 @@ class ModelRunner:
         token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
         self._sampling.append(plan, token_offsets, token_ids)
         scores = self._score(logits, plan, np.flatnonzero(accepted), token_offsets, token_ids)
+        prompt_scores = self._score_prompts(logits, plan)
         drafts, draft_state = None, DraftState.DISABLED
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
@@ -144,7 +145,7 @@ class ModelRunner:
             draft_state=draft_state,
             constraint_reasons=constraint_reasons,
             scores=scores,
-            prompt_scores=self._score_prompts(logits, plan),
+            prompt_scores=prompt_scores,
         )
 
     def _compute_logits(self, batch: Batch[Any]) -> Any:
