@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-speculation wheel-smoke clean
+.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-sampling bench-speculation wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -49,6 +49,9 @@ bench-serving: $(VENV)/.built ## Throughput and latency through gRPC at 1, 4, 16
 
 bench-scheduler: $(VENV)/.built ## Cost of the scheduler's steps at 64 to 4,096 sequences, as JSON lines.
 	@$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-sampling: $(VENV)/.built ## What drawing a token costs by what the request asks for, as JSON lines.
+	@$(BIN)/python benchmarks/sampling.py $(ARGS)
 
 bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six kinds at 1, 4 and 16 streams, as JSON lines.
 	@$(BIN)/python benchmarks/speculation.py $(ARGS)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.gpu.backends.backend import KVCacheShape
 from foreword.gpu.backends.sampling import Samples
@@ -24,7 +25,9 @@ from foreword.gpu.speculative.controller import DraftController
 from foreword.gpu.speculative.ngram_drafter import NgramDrafter
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import BoolArray, DraftState, Int32Array, StepPlan, StepResult
+from foreword.scheduler.step import BoolArray, DraftState, Int32Array, StepPlan, StepResult, TokenScores
+
+IndexArray = npt.NDArray[np.intp]
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cpu_backend import CpuBackend
@@ -101,20 +104,24 @@ class ModelRunner:
         Draft tokens are accepted while they equal the token that the model draws in their place.
         """
         start_ns = time.perf_counter_ns()
-        for row, request in plan.admitted:
-            self._sampling.admit(row, request)
+        for a, (row, request) in enumerate(plan.admitted):
+            output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
+            self._sampling.admit(row, request, plan.output_token_ids[output])
         backend, guided_rows = self.decoder.backend, self.guided_rows
         batch = backend.upload(plan, self.cache)
         logits = self.decoder.logits(batch, self.cache)
+        num_logits = len(plan.logits_indices)
         params, constraint_reasons = self._sampling.select(plan), None
         if guided_rows:
             guided_rows.admit(plan)
             params = guided_rows.restrict(plan, params)
-        samples = backend.sample(logits, params)
+        samples = backend.sample(logits[:num_logits], params)
         accepted, failed = accept_drafts(plan, samples)
         if guided_rows:
             constraint_reasons = guided_rows.follow(plan, params, samples, accepted)
         token_offsets, token_ids = _token_offsets(plan, accepted), samples.token_ids[accepted]
+        self._sampling.append(plan, token_offsets, token_ids)
+        scores = self._score(logits, plan, np.flatnonzero(accepted), token_offsets, token_ids)
         drafts, draft_state = None, DraftState.DISABLED
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
@@ -134,7 +141,41 @@ class ModelRunner:
             drafts=drafts,
             draft_state=draft_state,
             constraint_reasons=constraint_reasons,
+            scores=scores,
+            prompt_scores=self._score_prompts(logits, plan),
         )
+
+    def _score_prompts(self, logits: Any, plan: StepPlan) -> TokenScores | None:
+        """Scores of the plan's prompt tokens `[P]`; None without any."""
+        num_scored = len(plan.scored_token_ids)
+        if not num_scored:
+            return None
+        num_top = self._sampling.num_top(plan.rows[np.diff(plan.scored_offsets) > 0])
+        rows = np.arange(len(plan.logits_indices), len(plan.logits_indices) + num_scored, dtype=np.int32)
+        return self.decoder.backend.score(logits, rows, plan.scored_token_ids, num_top)
+
+    def _score(
+        self, logits: Any, plan: StepPlan, rows: IndexArray, token_offsets: Int32Array, token_ids: Int32Array
+    ) -> TokenScores | None:
+        """Scores of a result's tokens `[N]`, drawn from these rows of logits; None when no request asks for any."""
+        is_scored, num_top = self._sampling.scored(plan, token_offsets)
+        if not is_scored.any():
+            return None
+        scores = self.decoder.backend.score(logits, rows[is_scored].astype(np.int32), token_ids[is_scored], num_top)
+        return scores if is_scored.all() else _spread(scores, is_scored)
+
+
+def _spread(scores: TokenScores, is_scored: BoolArray) -> TokenScores:
+    """Scores of all tokens, zero for those that are not scored."""
+    # An extra entry of zeros stands for them.
+    padded = TokenScores(
+        np.append(scores.logprobs, np.float32(0)),
+        np.append(scores.ranks, np.int32(0)),
+        scores.num_top,
+        np.append(scores.top_token_ids, np.zeros(scores.num_top, np.int32)),
+        np.append(scores.top_logprobs, np.zeros(scores.num_top, np.float32)),
+    )
+    return padded.take(np.where(is_scored, np.cumsum(is_scored) - 1, len(scores.ranks)))
 
 
 def accept_drafts(plan: StepPlan, samples: Samples) -> tuple[BoolArray, BoolArray]:

@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t
 
 
 # The prompt, contiguous. ValueError for a value that a sequence cannot hold; the service has validated it before.
-cdef cnp.ndarray check_request(object request)
+cdef cnp.ndarray check_request(object request, object config)
 
 # ContextLengthExceeded for what can never run, DeadlineInfeasible for what is too late.
 cdef int check_bounds(object request, object config, int64_t now_ns) except -1

@@ -10,7 +10,7 @@ from foreword.scheduler.errors import ContextLengthExceeded, DeadlineInfeasible,
 cnp.import_array()
 
 
-cdef cnp.ndarray check_request(object request):
+cdef cnp.ndarray check_request(object request, object config):
     cdef object prompt_token_ids = request.prompt_token_ids
     if not isinstance(prompt_token_ids, cnp.ndarray):
         raise ValueError(f"prompt_token_ids must be an array, got {type(prompt_token_ids).__name__}")
@@ -38,6 +38,9 @@ cdef cnp.ndarray check_request(object request):
         raise ValueError(f"priority must be int32, got {request.priority}")
     if not 0 <= request.request_key <= INT64_MAX:
         raise ValueError(f"request_key must be int64 and not negative, got {request.request_key}")
+    max_outputs = min(config.max_num_waiting, INT64_MAX - request.request_key)
+    if not 1 <= request.num_outputs <= max_outputs:
+        raise ValueError(f"num_outputs must be 1 to {max_outputs}, got {request.num_outputs}")
     if not 0 <= request.deadline_ns <= INT64_MAX:
         raise ValueError(f"deadline_ns must be int64 and not negative, got {request.deadline_ns}")
     return prompt
@@ -72,12 +75,13 @@ cdef int check_bounds(object request, object config, int64_t now_ns) except -1:
 cdef int check_queue(
     object request, object config, int num_waiting, int64_t num_waiting_tokens, int num_free
 ) except -1:
-    if num_waiting >= config.max_num_waiting or num_free == 0:
+    if num_waiting + request.num_outputs > config.max_num_waiting or num_free < request.num_outputs:
         raise QueueFull(
             f"{num_waiting} requests wait; the limit is {config.max_num_waiting}",
             max_num_waiting=config.max_num_waiting,
         )
-    if num_waiting and num_waiting_tokens + len(request.prompt_token_ids) > config.max_num_waiting_tokens:
+    num_tokens = request.num_outputs * len(request.prompt_token_ids)
+    if num_waiting and num_waiting_tokens + num_tokens > config.max_num_waiting_tokens:
         raise QueueFull(
             f"{num_waiting_tokens} prompt tokens wait; the limit is {config.max_num_waiting_tokens}",
             max_num_waiting_tokens=config.max_num_waiting_tokens,

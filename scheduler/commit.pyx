@@ -31,6 +31,7 @@ cdef inline int append_tokens(Sequence* s, StepBuffers step, int start, int end,
         s.num_tokens += 1
         step.update_token_ids[j] = step.result_token_ids[i]
         step.update_logprobs[j] = step.result_logprobs[i]
+        step.update_result_indices[j] = i
         j += 1
         s.update.finish_reason = finish_reason_at(s, step.result_token_ids[i], max_model_len)
         if s.update.finish_reason != UNFINISHED:
@@ -38,6 +39,16 @@ cdef inline int append_tokens(Sequence* s, StepBuffers step, int start, int end,
     cdef int num_kept = j - step.num_update_tokens
     step.num_update_tokens = j
     return num_kept
+
+
+cdef inline int append_scored(Sequence* s, StepBuffers step, int b, int end) noexcept nogil:
+    """Note which of the result's prompt scores are the sequence's; returns how many."""
+    cdef int i
+    for i in range(step.scored_offsets[b], step.scored_offsets[b + 1]):
+        step.update_scored_indices[step.num_update_scored] = i
+        step.num_update_scored += 1
+    s.num_scored = max(s.num_scored, min(end + 1, s.num_prompt))
+    return step.scored_offsets[b + 1] - step.scored_offsets[b]
 
 
 cdef inline int keep_drafts(Sequence* s, StepBuffers step, int b) noexcept nogil:
@@ -72,6 +83,7 @@ cdef void commit(Sequence* s, StepBuffers step, int b, int max_model_len) noexce
     s.update.num_tokens = append_tokens(
         s, step, step.result_offsets[b], step.result_offsets[b + 1], max_model_len
     )
+    s.update.num_scored = append_scored(s, step, b, end)
     if step.result_failed[b]:
         s.update.finish_reason = FAILED
     if step.constraint_reasons != NULL and step.constraint_reasons[b] and s.update.num_tokens == num_accepted:
@@ -89,5 +101,5 @@ cdef void commit(Sequence* s, StepBuffers step, int b, int max_model_len) noexce
 
 cdef void report(Sequence* s, StepBuffers step) noexcept nogil:
     s.update.step_kind = NO_STEP
-    s.update.num_tokens = s.update.num_drafted = s.update.num_accepted = 0
+    s.update.num_tokens = s.update.num_scored = s.update.num_drafted = s.update.num_accepted = 0
     add_record(s, step)

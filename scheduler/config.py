@@ -16,9 +16,9 @@ class SchedulerConfig:
         max_num_batched_tokens: token budget of one step; at least `max_num_sequences`, so that every running sequence
             can decode in every step.
         max_model_len: tokens (prompt and output) a sequence may have.
-        max_num_waiting: requests that may wait; one more is refused.
-        max_num_waiting_tokens: prompt tokens that may wait; a request that would pass it is refused, unless the queue
-            is empty.
+        max_num_waiting: requests that may wait, each output of one counted; one more is refused.
+        max_num_waiting_tokens: prompt tokens that may wait, counted for each output; a request that would pass it is
+            refused, unless the queue is empty.
     """
 
     num_blocks: int

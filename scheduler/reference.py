@@ -43,12 +43,14 @@ class _Sequence:
     num_computed: int = 0
     num_computed_max: int = 0
     prefill_end: int = 0
+    leader: _Sequence | None = None  # the output of the same request that computes the prompt
     is_paused: bool = False
     num_scheduled: int = 0  # tokens in the plan that has not been applied
     num_overtaken: int = 0
     finish_reason: FinishReason = FinishReason.NONE
     first_scheduled_ns: int = 0
     num_prompt_computed: int = 0
+    num_scored: int = 1  # leading prompt tokens that are scored, if any is to be
     num_cached: int = 0
     num_steps: int = 0
     num_prefill_chunks: int = 0
@@ -73,17 +75,36 @@ class _Sequence:
         return self.num_computed < self.prefill_end
 
     @property
+    def is_scored(self) -> bool:
+        """No prompt token is to be scored any more."""
+        return not self.request.want_prompt_logprobs or self.num_scored == self.num_prompt
+
+    @property
+    def is_ready(self) -> bool:
+        """It may be scheduled."""
+        return not self.is_paused and not self.is_following
+
+    @property
+    def is_following(self) -> bool:
+        """True until its leader has computed the prompt or has ended."""
+        leader = self.leader
+        return leader is not None and not leader.finish_reason and leader.num_computed_max < leader.num_prompt
+
+    @property
     def has_progress(self) -> bool:
         """False when it gained no token since it resumed after a preemption."""
         return self.num_preemptions == 0 or len(self.tokens) > self.prefill_end
 
-    def update(self, step_kind: StepKind, num_tokens: int, num_drafted: int, num_accepted: int) -> tuple[int, ...]:
+    def update(
+        self, step_kind: StepKind, num_tokens: int, num_drafted: int, num_accepted: int, num_scored: int = 0
+    ) -> tuple[int, ...]:
         """Its record of dtype `SEQUENCE_UPDATE`."""
         return (
             self.request.request_key,
             self.first_scheduled_ns,
             num_tokens,
             self.num_prompt_computed,
+            num_scored,
             self.num_cached,
             num_drafted,
             num_accepted,
@@ -121,11 +142,14 @@ class ReferenceScheduler:
     def add(self, request: Request, now_ns: int) -> None:
         """Queue a request."""
         self.now_ns = max(self.now_ns, now_ns)
-        if request.request_key in self.sequences:
-            raise DuplicateRequest("active")
         prompt = request.prompt_token_ids.tolist()
         if not prompt or min(prompt) < 0 or request.stopping.max_output_tokens < 1:
             raise ValueError("malformed request")
+        if not 1 <= request.num_outputs <= self.config.max_num_waiting:
+            raise ValueError("number of outputs")
+        outputs = [request.output(i) for i in range(request.num_outputs)]
+        if any(output.request_key in self.sequences for output in outputs):
+            raise DuplicateRequest("active")
         max_tokens = len(prompt) + request.stopping.max_output_tokens
         if max_tokens > self.config.max_model_len or self._num_blocks_for(max_tokens - 1) > self.config.num_blocks:
             raise ContextLengthExceeded("too long")
@@ -133,12 +157,19 @@ class ReferenceScheduler:
             raise DeadlineInfeasible("passed")
         waiting = self._waiting()
         capacity = self.config.max_num_waiting + self.config.max_num_sequences
-        if len(waiting) >= self.config.max_num_waiting or len(self.sequences) >= capacity:
+        if len(waiting) + len(outputs) > self.config.max_num_waiting:
             raise QueueFull("requests")
-        if waiting and sum(s.num_prompt for s in waiting) + len(prompt) > self.config.max_num_waiting_tokens:
+        if len(self.sequences) + len(outputs) > capacity:
+            raise QueueFull("requests")
+        num_tokens = len(outputs) * len(prompt)
+        if waiting and sum(s.num_prompt for s in waiting) + num_tokens > self.config.max_num_waiting_tokens:
             raise QueueFull("tokens")
-        self.sequences[request.request_key] = _Sequence(request, self.num_added, prompt)
-        self.num_added += 1
+        leader = None
+        for output in outputs:
+            s = _Sequence(output, self.num_added, list(prompt), leader=leader)
+            leader = leader or s
+            self.sequences[output.request_key] = s
+            self.num_added += 1
 
     def cancel(self, request_key: int) -> bool:
         """End a request."""
@@ -211,7 +242,7 @@ class ReferenceScheduler:
 
     def _schedule_admissions(self, num_reserved: int) -> None:
         passed: list[_Sequence] = []
-        for s in sorted((s for s in self._waiting() if not s.is_paused), key=lambda s: s.rank):
+        for s in sorted((s for s in self._waiting() if s.is_ready), key=lambda s: s.rank):
             if not self.planned:
                 while not self.free_rows or self._num_taken(s) > self.blocks.num_free:
                     self._preempt(self._running()[-1])
@@ -235,7 +266,9 @@ class ReferenceScheduler:
         return self._num_blocks_for(len(s.tokens)) - num_held
 
     def _hits(self, s: _Sequence) -> list[int]:
-        return [] if s.request.bypass_prefix_cache else self.blocks.hits(s.request.cache_salt, s.tokens)
+        if s.request.bypass_prefix_cache:
+            return []
+        return self.blocks.hits(s.request.cache_salt, s.tokens if s.is_scored else s.tokens[: s.num_scored])
 
     def _admit(self, s: _Sequence) -> None:
         s.row = self.free_rows.pop()
@@ -270,18 +303,22 @@ class ReferenceScheduler:
         positions: list[int] = []
         slots: list[int] = []
         logits_indices: list[int] = []
-        query_offsets, logits_offsets = [0], [0]
+        scored: list[tuple[int, int]] = []
+        query_offsets, logits_offsets, scored_offsets = [0], [0], [0]
         for s in self.planned:
             known = s.tokens + s.drafts
             for position in range(s.num_computed, s.num_computed + s.num_scheduled):
                 if position >= len(s.tokens) - 1:
                     logits_indices.append(len(token_ids))
+                if not s.is_scored and s.num_scored <= position + 1 < s.num_prompt:
+                    scored.append((len(token_ids), s.tokens[position + 1]))
                 block, offset = divmod(position, self.config.block_size)
                 token_ids.append(known[position])
                 positions.append(position)
                 slots.append(s.blocks[block] * self.config.block_size + offset)
             query_offsets.append(len(token_ids))
             logits_offsets.append(len(logits_indices))
+            scored_offsets.append(len(scored))
         rows = [s.row for s in self.planned if s.row is not None]
         return StepPlan(
             step_id=self.step_id,
@@ -294,6 +331,9 @@ class ReferenceScheduler:
             slot_mapping=np.array(slots, np.int32),
             logits_indices=np.array(logits_indices, np.int32),
             logits_offsets=np.array(logits_offsets, np.int32),
+            scored_indices=np.array([index for index, _ in scored], np.int32),
+            scored_token_ids=np.array([token for _, token in scored], np.int32),
+            scored_offsets=np.array(scored_offsets, np.int32),
             block_table_updates=np.array(self.block_table_updates, np.int32).reshape(-1, 3),
             admitted=tuple((s.row, s.request) for s in self.admitted if s.row is not None),
             output_offsets=np.cumsum([0] + [s.num_output for s in self.admitted]).astype(np.int32),
@@ -357,10 +397,15 @@ class ReferenceScheduler:
         updates: list[tuple[int, ...]] = []
         update_token_ids: list[int] = []
         update_logprobs: list[float] = []
+        result_indices: list[int] = []
+        scored_indices: list[int] = []
+        num_scored = 0
         finished: list[_Sequence] = []
         for b, s in enumerate(self.planned):
+            first_scored, num_scored = num_scored, num_scored + self._num_to_score(s)
             if s.finish_reason:
                 continue
+            scored_indices += range(first_scored, num_scored)
             start, end = offsets[b], offsets[b + 1]
             record = self._commit(s, token_ids[start:end], failed[b], constraint_reasons[b])
             updates.append(record)
@@ -370,6 +415,7 @@ class ReferenceScheduler:
             num_kept = record[2]
             update_token_ids += token_ids[start : start + num_kept]
             update_logprobs += logprobs[start : start + num_kept]
+            result_indices += range(start, start + num_kept)
             if s.finish_reason:
                 finished.append(s)
         updates += [s.update(StepKind.NONE, 0, 0, 0) for s in self.ended]
@@ -386,7 +432,15 @@ class ReferenceScheduler:
             np.array(updates, SEQUENCE_UPDATE),
             np.array(update_token_ids, np.int32),
             np.array(update_logprobs, np.float32),
+            np.array(result_indices, np.int32),
+            np.array(scored_indices, np.int32),
         )
+
+    def _num_to_score(self, s: _Sequence) -> int:
+        """Prompt tokens that the plan has scored."""
+        if s.is_scored:
+            return 0
+        return max(0, min(s.num_computed + s.num_scheduled + 1, s.num_prompt) - s.num_scored)
 
     def _commit(self, s: _Sequence, accepted: list[int], failed: bool, constraint_reason: int) -> tuple[int, ...]:
         kind = StepKind.PREFILL if s.is_prefill else StepKind.VERIFY if s.drafts else StepKind.DECODE
@@ -395,6 +449,8 @@ class ReferenceScheduler:
         s.num_steps += 1
         s.num_prefill_chunks += start < s.num_prompt
         s.num_recomputed += max(0, min(end, s.num_computed_max) - start)
+        num_scored = self._num_to_score(s)
+        s.num_scored += num_scored
         num_kept = 0
         for token_id in accepted:
             s.tokens.append(token_id)
@@ -414,7 +470,7 @@ class ReferenceScheduler:
         s.drafts = []
         if not failed and not s.request.bypass_prefix_cache:
             self._cache_full_blocks(s)
-        return s.update(kind, num_kept, num_drafted, num_accepted)
+        return s.update(kind, num_kept, num_drafted, num_accepted, num_scored)
 
     def _cache_full_blocks(self, s: _Sequence) -> None:
         for i in range(s.num_cached_blocks, s.num_computed // self.config.block_size):
@@ -461,7 +517,7 @@ class ReferenceScheduler:
     @property
     def has_work(self) -> bool:
         """A `schedule` would lead to a plan or an update."""
-        return bool(self.ended) or any(not s.is_paused for s in self._active())
+        return bool(self.ended) or any(s.is_ready for s in self._active())
 
     @property
     def next_deadline_ns(self) -> int:

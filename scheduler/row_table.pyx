@@ -65,10 +65,11 @@ cdef class RowTable:
 
     cdef int match(self, Sequence* s) noexcept nogil:
         """Hits are free blocks too, unless another sequence holds them. The last token, which is computed to go on
-        from, is never a hit."""
+        from, is never a hit, nor is one that a prompt token to be scored follows."""
         cdef int block = NO_PARENT
+        cdef int num_reusable = s.num_scored if s.num_scored < s.num_prompt else s.num_tokens
         cdef int num_taken = self.num_blocks_for(s.num_tokens)
-        cdef int max_hits = 0 if s.bypasses_cache else (s.num_tokens - 1) // self.block_size
+        cdef int max_hits = 0 if s.bypasses_cache else (num_reusable - 1) // self.block_size
         self.num_hits = 0
         while self.num_hits < max_hits:
             block = self.find_cached(s, self.num_hits, block)

@@ -25,9 +25,9 @@ cdef class Scheduler:
     cdef Sequence* sequences  # of the table
     cdef RowTable rows
     cdef BlockPool pool  # of the rows
-    cdef IndexedHeap waiting  # entries without a row that may run, by (priority, order)
+    cdef IndexedHeap waiting  # entries without a row that may run, and follow no other, by (priority, order)
     cdef IndexedHeap deadlines  # entries that have a deadline
-    cdef int num_waiting  # entries without a row, paused ones too
+    cdef int num_waiting  # entries without a row, paused ones and followers too
     cdef int64_t num_waiting_tokens  # their prompt tokens
     cdef int num_paused  # paused entries that hold a row
 
@@ -62,5 +62,8 @@ cdef class Scheduler:
 
     cdef int queue(self, int entry) except -1 nogil
     cdef int wait(self, int entry) except -1 nogil
+    cdef void follow(self, int entry, int leader) noexcept nogil
+    cdef void leave_leader(self, int entry) noexcept nogil
+    cdef int queue_followers(self, int leader) except -1 nogil
     cdef int end(self, int entry, int finish_reason) except -1 nogil
     cdef int find_active(self, object request_key) except -2

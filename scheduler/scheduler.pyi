@@ -21,12 +21,17 @@ class Scheduler:
     def add(self, request: Request, now_ns: int) -> None:
         """Queue a request.
 
+        One for several outputs becomes as many sequences, with keys `request_key`, `request_key + 1` and so on, which
+        all other calls and the updates name one by one. The first computes the prompt. Once it has, or has ended, the
+        others are queued; they take the prompt's full blocks from the prefix cache and compute what is left of it.
+
         Raises:
-            DuplicateRequest: its key is active.
+            DuplicateRequest: one of its keys is active.
             ContextLengthExceeded: prompt and output exceed `max_model_len`, or need more blocks than there are.
             QueueFull: a bound of the waiting queue is reached.
             DeadlineInfeasible: its deadline has passed.
-            ValueError: the prompt is empty, not int32 or has a negative id, or another field is out of its range.
+            ValueError: it asks for no output or for more than may wait, the prompt is empty, not int32 or has a
+                negative id, or another field is out of its range.
         """
 
     def cancel(self, request_key: int) -> bool:

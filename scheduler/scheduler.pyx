@@ -55,15 +55,25 @@ cdef class Scheduler:
 
     def add(self, request, now_ns):
         self.now_ns = max(self.now_ns, now_ns)
-        if self.table.find(request.request_key) >= 0:
-            raise DuplicateRequest(f"request {request.request_key} is active", request_key=request.request_key)
-        prompt = check_request(request)
+        prompt = check_request(request, self.config)
+        outputs = [request.output(i) for i in range(request.num_outputs)]
+        for output in outputs:
+            if self.table.find(output.request_key) >= 0:
+                raise DuplicateRequest(f"request {output.request_key} is active", request_key=output.request_key)
         check_bounds(request, self.config, self.now_ns)
         check_queue(request, self.config, self.num_waiting, self.num_waiting_tokens, self.table.num_free)
-        cdef int entry = self.table.add(request, prompt)
-        if self.sequences[entry].deadline_ns:
-            self.deadlines.push(entry, self.sequences[entry].deadline_ns, self.sequences[entry].order)
-        self.wait(entry)
+        cdef int entry, leader = -1
+        cdef Sequence* s
+        for output in outputs:
+            entry = self.table.add(output, prompt)
+            s = &self.sequences[entry]
+            if s.deadline_ns:
+                self.deadlines.push(entry, s.deadline_ns, s.order)
+            if leader < 0:
+                leader = entry
+            else:
+                self.follow(entry, leader)
+            self.wait(entry)
 
     def cancel(self, request_key):
         cdef int entry = self.find_active(request_key)
@@ -94,10 +104,10 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         if s.is_paused:
             s.is_paused = False
-            if s.row < 0:
-                self.queue(entry)
-            else:
+            if s.row >= 0:
                 self.num_paused -= 1
+            elif s.leader < 0:
+                self.queue(entry)
         return True
 
     cdef int find_active(self, object request_key) except -2:
@@ -109,18 +119,49 @@ cdef class Scheduler:
         return self.waiting.push(entry, -<int64_t>s.priority, s.order)
 
     cdef int wait(self, int entry) except -1 nogil:
-        """Count a sequence as waiting and, unless it is paused, queue it at its old place."""
+        """Count a sequence as waiting and, unless it is paused or follows another, queue it at its old place."""
         cdef Sequence* s = &self.sequences[entry]
         self.num_waiting += 1
         self.num_waiting_tokens += s.num_prompt
-        if not s.is_paused:
+        if not s.is_paused and s.leader < 0:
             self.queue(entry)
+        return 0
+
+    cdef void follow(self, int entry, int leader) noexcept nogil:
+        """Let an output wait for its prompt, which `leader` computes: then it finds the full blocks in the cache."""
+        cdef Sequence* s = &self.sequences[entry]
+        s.leader = leader
+        s.follower = self.sequences[leader].follower
+        self.sequences[leader].follower = entry
+
+    cdef void leave_leader(self, int entry) noexcept nogil:
+        """Take an output that ends while it follows from the list of its leader's followers."""
+        cdef int before = self.sequences[entry].leader
+        if before < 0:
+            return
+        while self.sequences[before].follower != entry:
+            before = self.sequences[before].follower
+        self.sequences[before].follower = self.sequences[entry].follower
+        self.sequences[entry].leader = self.sequences[entry].follower = -1
+
+    cdef int queue_followers(self, int leader) except -1 nogil:
+        """Queue the outputs that waited for a prompt, now that it is computed or its sequence has ended."""
+        cdef int entry = self.sequences[leader].follower
+        cdef Sequence* s
+        while entry >= 0:
+            s = &self.sequences[entry]
+            self.leave_leader(entry)
+            if not s.is_paused:
+                self.queue(entry)
+            entry = self.sequences[leader].follower
         return 0
 
     cdef int end(self, int entry, int finish_reason) except -1 nogil:
         """End a sequence outside of a result. One that is being computed keeps its row until the result is there."""
         cdef Sequence* s = &self.sequences[entry]
         s.update.finish_reason = finish_reason
+        self.leave_leader(entry)
+        self.queue_followers(entry)
         self.deadlines.remove(entry)
         self.ended[self.num_ended] = entry
         self.num_ended += 1
@@ -358,7 +399,7 @@ cdef class Scheduler:
         cdef int b, i, entry, num_ended_before = self.num_ended, num_released = 0
         cdef bint has_filled_block
         cdef Sequence* s
-        self.step.num_updates = self.step.num_update_tokens = 0
+        self.step.num_updates = self.step.num_update_tokens = self.step.num_update_scored = 0
         for b in range(self.step.num_sequences):
             entry = self.planned[b]
             s = &self.sequences[entry]
@@ -369,6 +410,8 @@ cdef class Scheduler:
             has_filled_block = s.num_computed >= (s.num_cached_blocks + 1) * self.block_size
             if has_filled_block and not s.bypasses_cache and s.update.finish_reason != FAILED:
                 self.rows.cache_full_blocks(s)
+            if s.follower >= 0 and (s.num_computed >= s.num_prompt or s.update.finish_reason):
+                self.queue_followers(entry)
             if s.update.finish_reason:
                 self.deadlines.remove(entry)
                 self.ended[self.num_ended] = entry
@@ -407,7 +450,6 @@ cdef class Scheduler:
 
     def check_invariants(self):
         cdef Sequence* s
-        cdef int i
         self.rows.check_invariants()
         num_waiting = num_waiting_tokens = num_schedulable = num_paused = num_deadlines = num_rows = 0
         assert len(self.table.entries) + self.table.num_free == self.table.capacity, "an entry is lost"
@@ -418,7 +460,10 @@ cdef class Scheduler:
             assert s.num_prompt <= s.num_tokens <= s.max_tokens, "a sequence has too few or too many tokens"
             assert s.num_computed <= s.num_tokens, "a sequence has computed tokens that it does not have"
             assert s.is_planned <= self.is_step_open, "a sequence is planned outside of a step"
+            assert s.leader < 0 or s.row < 0, "an output computes its prompt beside its leader"
+            assert s.leader < 0 or not self.sequences[s.leader].update.finish_reason, "a leader has ended"
             if s.update.finish_reason:
+                assert s.leader < 0 and s.follower < 0, "an ended sequence leads or follows"
                 assert s.row < 0 or s.is_planned, "an ended sequence holds a row"
                 continue
             num_deadlines += s.deadline_ns != 0
@@ -426,7 +471,7 @@ cdef class Scheduler:
                 assert s.num_blocks == 0, "a waiting sequence holds blocks"
                 num_waiting += 1
                 num_waiting_tokens += s.num_prompt
-                num_schedulable += not s.is_paused
+                num_schedulable += not s.is_paused and s.leader < 0
         assert num_rows == self.rows.num_running, "a row is lost"
         assert num_paused == self.num_paused, "num_paused is wrong"
         assert num_waiting == self.num_waiting, "num_waiting is wrong"

@@ -12,6 +12,7 @@ cdef struct SequenceUpdate:  # memory layout of step.SEQUENCE_UPDATE, which docu
     int64_t first_scheduled_ns
     int32_t num_tokens
     int32_t num_prompt_computed
+    int32_t num_scored
     int32_t num_cached
     int32_t num_drafted
     int32_t num_accepted
@@ -46,7 +47,10 @@ cdef struct Sequence:
     int32_t num_sent_blocks  # of those, leading ones that are as the device knows them
     int32_t num_cached_blocks  # of those, leading ones in the prefix cache: all that are full, unless it bypasses it
     int32_t num_hashed_blocks  # leading blocks of its tokens in block_hashes
+    int32_t num_scored  # leading prompt tokens that are scored, or need not be
     int32_t num_draft  # draft tokens behind its last token
+    int32_t leader  # entry of the output of the same request that computes the prompt for it; -1 once it has or ended
+    int32_t follower  # next one that waits for the same leader, or of the leader the first; -1 for none
     int32_t num_overtaken  # requests behind it that were admitted while it did not fit
     bint bypasses_cache
     bint is_paused

@@ -54,7 +54,7 @@ cdef class SequenceTable:
         cdef tuple stop = stopping.eos_token_ids + stopping.stop_token_ids
         cdef int32_t num_prompt = <int32_t>cnp.PyArray_DIM(prompt, 0)
         cdef int32_t max_tokens = num_prompt + stopping.max_output_tokens
-        cdef bytes salt = request.cache_salt.encode()
+        cdef bytes salt = request.cache_salt.encode(errors="surrogateescape")  # see Request.output
         cdef int entry = self.free_entries[self.num_free - 1]
         cdef Sequence* s = &self.sequences[entry]
         s.token_ids = <int32_t*>malloc(max_tokens * sizeof(int32_t))
@@ -75,8 +75,9 @@ cdef class SequenceTable:
 
         s.num_eos = <int32_t>len(stopping.eos_token_ids)
         s.num_stop = <int32_t>len(stop) - s.num_eos
-        s.row = -1
+        s.row = s.leader = s.follower = -1
         s.num_prompt = s.num_tokens = num_prompt
+        s.num_scored = 1 if request.want_prompt_logprobs else num_prompt
         s.max_tokens = max_tokens
         s.min_tokens = num_prompt + min(stopping.min_output_tokens, stopping.max_output_tokens)
         s.order = self.next_order

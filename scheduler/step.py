@@ -4,8 +4,8 @@
     result = runner.execute(plan)         StepResult   device -> scheduler: which tokens came out
     update = scheduler.apply(result)      StepUpdate   scheduler -> front end: what each sequence gained
 
-Axis letters: B sequences in the step, T tokens in the step, L positions whose logits are needed, N tokens that came
-out, U sequences with news, A rows admitted, R block-table entries that changed.
+Axis letters: B sequences in the step, T tokens in the step, L positions to draw at, P prompt tokens to score, N tokens
+that came out, U sequences with news, A rows admitted, R block-table entries that changed.
 
 Plan and update arrays are views of buffers that the scheduler reuses: they are valid until the next `schedule` (plan)
 or the next `apply` (update).
@@ -76,9 +76,12 @@ class StepPlan:
         token_ids: `[T]`.
         positions: `[T]` position of each token in its sequence, from 0.
         slot_mapping: `[T]` where each token's key and value go: block * block_size + offset in block.
-        logits_indices: `[L]` tokens (of T) whose logits are needed, ascending.
+        logits_indices: `[L]` tokens (of T) that a token is drawn behind, ascending.
         logits_offsets: `[B + 1]` logits of sequence b are `logits_offsets[b]:logits_offsets[b + 1]`; an empty range
             means that b's prompt is not complete yet. With k draft tokens a sequence has k + 1.
+        scored_indices: `[P]` tokens (of T) that a prompt token to be scored follows, ascending.
+        scored_token_ids: `[P]` those prompt tokens.
+        scored_offsets: `[B + 1]` of sequence b, `scored_offsets[b]:scored_offsets[b + 1]` are to be scored.
         block_table_updates: `[R, 3]` (row, index, block): entries of the device's `[max_num_sequences,
             max_blocks_per_sequence]` block table that changed since the last plan; apply before computing.
         admitted: rows that (re)start with this plan and their requests; the device takes sampling parameters from
@@ -98,6 +101,9 @@ class StepPlan:
     slot_mapping: Int32Array
     logits_indices: Int32Array
     logits_offsets: Int32Array
+    scored_indices: Int32Array
+    scored_token_ids: Int32Array
+    scored_offsets: Int32Array
     block_table_updates: Int32Array
     admitted: tuple[tuple[int, Request], ...]
     output_offsets: Int32Array
@@ -113,6 +119,13 @@ class StepPlan:
         """T."""
         return len(self.token_ids)
 
+    @property
+    def head_indices(self) -> Int32Array:
+        """`[L + P]` tokens (of T) whose logits are needed: those to draw behind, then those to score behind."""
+        if not len(self.scored_indices):
+            return self.logits_indices
+        return np.concatenate([self.logits_indices, self.scored_indices])
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
@@ -126,6 +139,37 @@ class Drafts:
 
     offsets: Int32Array
     token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What the model's own distribution says of M tokens, each at its position.
+
+    Attributes:
+        logprobs: `[M]` log probability of each token.
+        ranks: `[M]` how many tokens are more probable, plus 1.
+        num_top: W, most probable tokens at each position.
+        top_token_ids: `[M * W]` those of the first position, then of the second, ...; most probable first, the lowest
+            id of equals first.
+        top_logprobs: `[M * W]` their log probabilities.
+    """
+
+    logprobs: Float32Array
+    ranks: Int32Array
+    num_top: int
+    top_token_ids: Int32Array
+    top_logprobs: Float32Array
+
+    def take(self, indices: npt.NDArray[np.integer] | npt.NDArray[np.bool_] | slice) -> TokenScores:
+        """Those of some of the tokens."""
+        shape = (len(self.ranks), self.num_top)
+        return TokenScores(
+            self.logprobs[indices],
+            self.ranks[indices],
+            self.num_top,
+            self.top_token_ids.reshape(shape)[indices].ravel(),
+            self.top_logprobs.reshape(shape)[indices].ravel(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +190,8 @@ class StepResult:
         model_duration_ns: time spent in the target model and sampling.
         drafts: proposals for the next step; None for none at all.
         draft_state: whether the device proposes at present.
+        scores: of the N tokens, zero where the request did not ask; None when none did.
+        prompt_scores: of the P prompt tokens; None when there are none.
     """
 
     step_id: int
@@ -157,6 +203,8 @@ class StepResult:
     model_duration_ns: int = 0
     drafts: Drafts | None = None
     draft_state: DraftState = DraftState.NO_DRAFTER
+    scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None
     constraint_reasons: Int32Array | None = None
 
 
@@ -166,6 +214,7 @@ SEQUENCE_UPDATE = np.dtype(
         ("first_scheduled_ns", np.int64),  # monotonic clock of the `schedule` that first planned it; 0 while it waits
         ("num_tokens", np.int32),  # tokens that came out in this step, after truncation at the finishing token
         ("num_prompt_computed", np.int32),  # prompt tokens in the KV cache, cached ones included
+        ("num_scored", np.int32),  # prompt tokens that were scored in this step, in order; the first has no score
         ("num_cached", np.int32),  # prompt tokens that the prefix cache supplied, counted once
         ("num_drafted", np.int32),  # draft tokens checked in this step
         ("num_accepted", np.int32),  # of those, accepted and kept
@@ -175,7 +224,8 @@ SEQUENCE_UPDATE = np.dtype(
         ("num_recomputed", np.int32),  # tokens computed again after preemptions, so far
         ("step_kind", np.int16),  # StepKind
         ("finish_reason", np.int16),  # FinishReason
-    ]
+    ],
+    align=True,
 )
 
 
@@ -188,12 +238,16 @@ class StepUpdate:
         sequences: `[U]` of dtype `SEQUENCE_UPDATE`.
         token_ids: `[N]` tokens of the sequences, in order, `num_tokens` each.
         logprobs: `[N]`.
+        result_indices: `[N]` where each token stands in the result.
+        scored_indices: where the scores of prompt tokens stand in the result, `num_scored` of each sequence in order.
     """
 
     step_id: int
     sequences: npt.NDArray[np.void]
     token_ids: Int32Array
     logprobs: Float32Array
+    result_indices: Int32Array
+    scored_indices: Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ cdef class StepBuffers:
     cdef int num_sequences  # B
     cdef int num_tokens  # T
     cdef int num_logits  # L
+    cdef int num_scored  # P
     cdef int num_block_table_updates  # R
     cdef int32_t* rows  # these and the following: step.StepPlan
     cdef int32_t* generations
@@ -19,14 +20,20 @@ cdef class StepBuffers:
     cdef int32_t* slot_mapping
     cdef int32_t* logits_indices
     cdef int32_t* logits_offsets
+    cdef int32_t* scored_indices
+    cdef int32_t* scored_token_ids
+    cdef int32_t* scored_offsets
     cdef int32_t* block_table_updates
     cdef tuple plan_arrays
 
     cdef int num_updates  # U
     cdef int num_update_tokens  # N of the update
+    cdef int num_update_scored
     cdef SequenceUpdate* updates  # these and the following: step.StepUpdate
     cdef int32_t* update_token_ids
     cdef float* update_logprobs
+    cdef int32_t* update_result_indices
+    cdef int32_t* update_scored_indices
     cdef tuple update_arrays
 
     cdef const int32_t* result_offsets  # these and the following: step.StepResult
@@ -42,6 +49,7 @@ cdef class StepBuffers:
     cdef void add(
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
     ) noexcept nogil
+    cdef void add_scored(self, Sequence* s, int start, int end) noexcept nogil
     cdef void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil
     cdef object plan(self, object step_id, tuple admitted, object output_offsets, object output_token_ids)  # StepPlan
     cdef int read_result(self, object result) except -1  # check a StepResult of this plan and point at its arrays

@@ -46,6 +46,9 @@ cdef class StepBuffers:
             (max_num_batched_tokens,),
             (max_num_batched_tokens,),
             (max_num_sequences + 1,),
+            (max_num_batched_tokens,),
+            (max_num_batched_tokens,),
+            (max_num_sequences + 1,),
             (max_num_blocks, 3),
         )
         self.plan_arrays = tuple(np.zeros(shape, np.int32) for shape in shapes)
@@ -58,18 +61,27 @@ cdef class StepBuffers:
         self.slot_mapping = int32_data(self.plan_arrays[6])
         self.logits_indices = int32_data(self.plan_arrays[7])
         self.logits_offsets = int32_data(self.plan_arrays[8])
-        self.block_table_updates = int32_data(self.plan_arrays[9])
+        self.scored_indices = int32_data(self.plan_arrays[9])
+        self.scored_token_ids = int32_data(self.plan_arrays[10])
+        self.scored_offsets = int32_data(self.plan_arrays[11])
+        self.block_table_updates = int32_data(self.plan_arrays[12])
 
         updates = np.zeros(max_num_updates, SEQUENCE_UPDATE)
         update_token_ids = np.zeros(max_num_batched_tokens, np.int32)
         update_logprobs = np.zeros(max_num_batched_tokens, np.float32)
-        self.update_arrays = (updates, update_token_ids, update_logprobs)
+        update_result_indices = np.zeros(max_num_batched_tokens, np.int32)
+        update_scored_indices = np.zeros(max_num_batched_tokens, np.int32)
+        self.update_arrays = (
+            updates, update_token_ids, update_logprobs, update_result_indices, update_scored_indices
+        )
         self.updates = <SequenceUpdate*>cnp.PyArray_DATA(<cnp.ndarray>updates)
         self.update_token_ids = int32_data(update_token_ids)
         self.update_logprobs = <float*>cnp.PyArray_DATA(<cnp.ndarray>update_logprobs)
+        self.update_result_indices = int32_data(update_result_indices)
+        self.update_scored_indices = int32_data(update_scored_indices)
 
     cdef void clear(self) noexcept nogil:
-        self.num_sequences = self.num_tokens = self.num_logits = self.num_block_table_updates = 0
+        self.num_sequences = self.num_tokens = self.num_logits = self.num_scored = self.num_block_table_updates = 0
 
     cdef void add(
         self, Sequence* s, int generation, const int32_t* block_table, int block_size, int num_tokens
@@ -80,6 +92,7 @@ cdef class StepBuffers:
         cdef int end = s.num_computed + num_tokens
         cdef int position
         self.add_block_table_updates(s, block_table)
+        self.add_scored(s, s.num_computed, end)
         for position in range(s.num_computed, end):
             self.token_ids[t] = s.token_ids[position]
             self.positions[t] = position
@@ -98,8 +111,17 @@ cdef class StepBuffers:
         self.context_lens[b] = end
         self.query_offsets[b + 1] = t
         self.logits_offsets[b + 1] = self.num_logits
+        self.scored_offsets[b + 1] = self.num_scored
         self.num_sequences = b + 1
         self.num_tokens = t
+
+    cdef inline void add_scored(self, Sequence* s, int start, int end) noexcept nogil:
+        """Have the prompt tokens scored that follow positions `start:end`, unless they are already."""
+        cdef int position
+        for position in range(max(start, s.num_scored - 1), min(end, s.num_prompt - 1)):
+            self.scored_indices[self.num_scored] = self.num_tokens + position - start
+            self.scored_token_ids[self.num_scored] = s.token_ids[position + 1]
+            self.num_scored += 1
 
     cdef inline void add_block_table_updates(self, Sequence* s, const int32_t* block_table) noexcept nogil:
         cdef int32_t* update
@@ -121,6 +143,9 @@ cdef class StepBuffers:
             slot_mapping,
             logits_indices,
             logits_offsets,
+            scored_indices,
+            scored_token_ids,
+            scored_offsets,
             block_table_updates,
         ) = self.plan_arrays
         return StepPlan(
@@ -134,6 +159,9 @@ cdef class StepBuffers:
             slot_mapping[:num_tokens],
             logits_indices[: self.num_logits],
             logits_offsets[: num_sequences + 1],
+            scored_indices[: self.num_scored],
+            scored_token_ids[: self.num_scored],
+            scored_offsets[: num_sequences + 1],
             block_table_updates[: self.num_block_table_updates],
             admitted,
             output_offsets,
@@ -209,6 +237,13 @@ cdef class StepBuffers:
         return 0
 
     cdef object update(self, object step_id):
-        updates, token_ids, logprobs = self.update_arrays
+        updates, token_ids, logprobs, result_indices, scored_indices = self.update_arrays
         cdef int num_tokens = self.num_update_tokens
-        return StepUpdate(step_id, updates[: self.num_updates], token_ids[:num_tokens], logprobs[:num_tokens])
+        return StepUpdate(
+            step_id,
+            updates[: self.num_updates],
+            token_ids[:num_tokens],
+            logprobs[:num_tokens],
+            result_indices[:num_tokens],
+            scored_indices[: self.num_update_scored],
+        )

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.batch import A, Batch
-from foreword.scheduler.step import StepPlan
+from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 Float32 = npt.NDArray[np.float32]
 
@@ -195,3 +195,14 @@ class Backend(ABC, Generic[A]):
     @abstractmethod
     def sample(self, logits: A, params: SamplingBatch) -> Samples:
         """Draw a token from each row of logits, compute dtype `[L, V]`, by the rule of `sampling`."""
+
+    @abstractmethod
+    def score(self, logits: A, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+        """Say how probable given tokens are under softmax(logits), and which are the most probable.
+
+        Args:
+            logits: compute dtype `[L, V]`.
+            rows: `[M]` of the logits. In a row with NaN the log probabilities are NaN.
+            token_ids: `[M]` of the vocabulary, one for each of the rows.
+            num_top: most probable tokens wanted of each row, at most V.
+        """

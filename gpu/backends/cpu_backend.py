@@ -22,7 +22,7 @@ from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.batch import Batch
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import Int32Array, StepPlan
+from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ONEDNN_MULTIPLICATIONS = 16**3
@@ -103,7 +103,7 @@ class CpuBackend(Backend[torch.Tensor]):
             positions=_copy(plan.positions),
             token_rows=torch.from_numpy(np.repeat(plan.rows, np.diff(plan.query_offsets))),
             slot_mapping=_copy(plan.slot_mapping),
-            logits_indices=_copy(plan.logits_indices),
+            logits_indices=_copy(plan.head_indices),
         )
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -205,13 +205,25 @@ class CpuBackend(Backend[torch.Tensor]):
     def sample(self, logits: torch.Tensor, params: SamplingBatch) -> Samples:
         rows, vocab = logits.shape
         samples = Samples(np.zeros(rows, np.int32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
-        scratch_size = self._num_threads * 3 * -(-vocab // cpu_kernels.NOISE_LANES) * cpu_kernels.NOISE_LANES
+        padded = -(-vocab // cpu_kernels.NOISE_LANES) * cpu_kernels.NOISE_LANES
+        scratch_size = self._num_threads * cpu_kernels.SAMPLING_SCRATCH_ROWS * padded
         if len(self._scratch) < scratch_size:
             self._scratch = torch.empty(scratch_size)
         cpu_kernels.sample(
             logits.data_ptr(), vocab, self._bf16, params, self._scratch.data_ptr(), samples, self._num_threads
         )
         return samples
+
+    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+        scores = TokenScores(
+            np.empty(len(rows), np.float32),
+            np.empty(len(rows), np.int32),
+            num_top,
+            np.empty(len(rows) * num_top, np.int32),
+            np.empty(len(rows) * num_top, np.float32),
+        )
+        cpu_kernels.score(logits.data_ptr(), logits.shape[1], self._bf16, rows, token_ids, scores, self._num_threads)
+        return scores
 
     def _tensor(self, values: Float32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype, copy=True)

@@ -5,11 +5,16 @@ true and float32 otherwise. Rows are computed in parallel by up to `num_threads`
 in an order that does not depend on the others.
 """
 
+import numpy as np
+import numpy.typing as npt
+
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
+from foreword.scheduler.step import TokenScores
 
 VECTOR_LANES: int
 HEAD_DIM_LIMIT: int
 NOISE_LANES: int
+SAMPLING_SCRATCH_ROWS: int
 
 class PagedCache:
     """One layer of the KV cache.
@@ -81,6 +86,20 @@ def sample(
 ) -> None:
     """Draw a token from each row of logits, element `[L, vocab]`.
 
-    scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes the arrays of samples; leaves token
-    and logprob of a failed row alone.
+    scratch: float32 `[num_threads, SAMPLING_SCRATCH_ROWS * vocab rounded up to NOISE_LANES]`. Writes the arrays of
+    samples; leaves token and logprob of a failed row alone.
+    """
+
+def score(
+    logits: int,
+    vocab: int,
+    bf16: bool,
+    rows: npt.NDArray[np.int32],
+    token_ids: npt.NDArray[np.int32],
+    scores: TokenScores,
+    num_threads: int,
+) -> None:
+    """Score a token of each of some rows of logits, element `[L, vocab]`, and find the most probable ones.
+
+    rows: below L, `[M]`; token_ids: below vocab, `[M]`. Writes the arrays of scores, `[M]` and `[M * num_top]`.
     """

@@ -30,13 +30,26 @@ cdef extern from "cpu_kernels.h" nogil:
 cdef extern from "cpu_sampling.h" nogil:
     enum:
         NOISE_IDS
+        SCRATCH_ROWS
     ctypedef struct sampling_batch:
         const float *temperature
         const int32_t *top_k
         const float *top_p
         const float *min_p
+        const float *typical_p
+        const float *repetition_penalty
+        const float *frequency_penalty
+        const float *presence_penalty
         const uint64_t *seed
         const int64_t *position
+        const int32_t *bias_offsets
+        const int32_t *bias_ids
+        const float *bias_values
+        const int32_t *bias_index
+        const int32_t *history_offsets
+        const int32_t *history_ids
+        const int32_t *history_counts
+        const int32_t *history_index
         const uint32_t *mask_words
         int64_t mask_width
         const int32_t *mask_index
@@ -44,6 +57,8 @@ cdef extern from "cpu_sampling.h" nogil:
         int64_t masked_width
         const int32_t *num_masked
         const uint8_t *want_logprob
+    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
 
@@ -51,6 +66,7 @@ cdef extern from "cpu_sampling.h" nogil:
 VECTOR_LANES = LANES
 HEAD_DIM_LIMIT = MAX_HEAD_DIM
 NOISE_LANES = NOISE_IDS
+SAMPLING_SCRATCH_ROWS = SCRATCH_ROWS
 
 # Below this many elements waking other threads costs more than they save.
 cdef int64_t SERIAL_ELEMENTS = 65536
@@ -136,8 +152,20 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     cdef const int32_t[::1] top_k = params.top_k
     cdef const float[::1] top_p = params.top_p
     cdef const float[::1] min_p = params.min_p
+    cdef const float[::1] typical_p = params.typical_p
+    cdef const float[::1] repetition_penalty = params.repetition_penalty
+    cdef const float[::1] frequency_penalty = params.frequency_penalty
+    cdef const float[::1] presence_penalty = params.presence_penalty
     cdef const uint64_t[::1] seed = params.seed
     cdef const int64_t[::1] position = params.position
+    cdef const int32_t[::1] bias_offsets = params.biases.offsets
+    cdef const int32_t[::1] bias_ids = params.biases.ids
+    cdef const float[::1] bias_values = params.biases.values
+    cdef const int32_t[::1] bias_index = params.biases.index
+    cdef const int32_t[::1] history_offsets = params.history.offsets
+    cdef const int32_t[::1] history_ids = params.history.ids
+    cdef const int32_t[::1] history_counts = params.history.counts
+    cdef const int32_t[::1] history_index = params.history.index
     cdef const uint32_t[:, ::1] mask_words = params.masks.words
     cdef const int32_t[::1] mask_index = params.masks.index
     cdef const int32_t[:, ::1] masked_ids = params.masked_ids
@@ -147,7 +175,7 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     cdef float[::1] logprobs = samples.logprobs
     cdef uint8_t[::1] failed = samples.failed
     cdef int64_t rows = token_ids.shape[0]
-    cdef int64_t scratch_width = 3 * ((vocab + NOISE_IDS - 1) // NOISE_IDS * NOISE_IDS)
+    cdef int64_t scratch_width = SCRATCH_ROWS * ((vocab + NOISE_IDS - 1) // NOISE_IDS * NOISE_IDS)
     cdef int64_t i
     cdef sampling_batch batch
     if rows == 0:
@@ -156,8 +184,20 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     batch.top_k = &top_k[0]
     batch.top_p = &top_p[0]
     batch.min_p = &min_p[0]
+    batch.typical_p = &typical_p[0]
+    batch.repetition_penalty = &repetition_penalty[0]
+    batch.frequency_penalty = &frequency_penalty[0]
+    batch.presence_penalty = &presence_penalty[0]
     batch.seed = &seed[0]
     batch.position = &position[0]
+    batch.bias_offsets = &bias_offsets[0]
+    batch.bias_ids = &bias_ids[0]
+    batch.bias_values = &bias_values[0]
+    batch.bias_index = &bias_index[0]
+    batch.history_offsets = &history_offsets[0]
+    batch.history_ids = &history_ids[0]
+    batch.history_counts = &history_counts[0]
+    batch.history_index = &history_index[0]
     batch.mask_words = &mask_words[0, 0]
     batch.mask_width = mask_words.shape[1]
     batch.mask_index = &mask_index[0]
@@ -168,3 +208,17 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     for i in prange(rows, nogil=True, schedule="dynamic", num_threads=team(rows * vocab, num_threads)):
         failed[i] = not sample_token(<const void *>logits, vocab, &batch, i,
                                      <float *>scratch + threadid() * scratch_width, &token_ids[i], &logprobs[i], bf16)
+
+
+def score(uintptr_t logits, int64_t vocab, bint bf16, const int32_t[::1] rows, const int32_t[::1] token_ids, scores,
+          int num_threads):
+    cdef float[::1] logprobs = scores.logprobs
+    cdef int32_t[::1] ranks = scores.ranks
+    cdef int32_t[::1] top_ids = scores.top_token_ids
+    cdef float[::1] top_logprobs = scores.top_logprobs
+    cdef int32_t num_top = scores.num_top
+    cdef int64_t num_rows = rows.shape[0]
+    cdef int64_t i
+    for i in prange(num_rows, nogil=True, schedule="dynamic", num_threads=team(num_rows * vocab, num_threads)):
+        score_token(<const void *>logits, vocab, rows[i], token_ids[i], num_top, &logprobs[i], &ranks[i],
+                    &top_ids[0] + i * num_top, &top_logprobs[0] + i * num_top, bf16)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.sampling import GREEDY_TEMPERATURE, Samples, SamplingBatch
 from foreword.gpu.batch import Batch
-from foreword.scheduler.step import StepPlan
+from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ class NumpyBackend(Backend[Array]):
             positions=plan.positions.copy(),
             token_rows=np.repeat(plan.rows, np.diff(plan.query_offsets)),
             slot_mapping=plan.slot_mapping.copy(),
-            logits_indices=plan.logits_indices.copy(),
+            logits_indices=plan.head_indices.copy(),
         )
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
@@ -112,20 +112,50 @@ class NumpyBackend(Backend[Array]):
         rows = len(logits)
         samples = Samples(np.zeros(rows, np.int32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
         for i, row in enumerate(logits.astype(np.float64)):
-            masked = params.masked_ids[i, : params.num_masked[i]]
-            allowed = row.copy()
-            if params.masks.index[i] >= 0:
-                words = params.masks.words[params.masks.index[i]]
-                ids = np.arange(len(row))
-                allowed[words[ids // 32] >> (ids % 32).astype(np.uint32) & 1 == 0] = -np.inf
-            allowed[masked[(masked >= 0) & (masked < len(row))]] = -np.inf
-            if not (row < np.inf).all() or np.isneginf(allowed).all():
+            if not (row < np.inf).all() or np.isneginf(processed := self._process(row, params, i)).all():
                 samples.failed[i] = True
                 continue
-            samples.token_ids[i] = token = self._draw(allowed, params, i)
+            samples.token_ids[i] = token = self._draw(processed, params, i)
             if params.want_logprob[i]:
                 samples.logprobs[i] = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
         return samples
+
+    def score(self, logits: Array, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+        x = logits[rows].astype(np.float64)
+        logprobs = x - x.max(axis=1, keepdims=True)
+        logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
+        mine = x[np.arange(len(rows)), token_ids][:, None]
+        top = np.argsort(-x, axis=1, kind="stable")[:, :num_top].astype(np.int32)
+        return TokenScores(
+            logprobs[np.arange(len(rows)), token_ids].astype(np.float32),
+            (1 + (x > mine).sum(axis=1)).astype(np.int32),
+            num_top,
+            top.ravel(),
+            np.take_along_axis(logprobs, top, axis=1).astype(np.float32).ravel(),
+        )
+
+    def _process(self, row: Float64, params: SamplingBatch, i: int) -> Float64:
+        """Logits with bias, masks and penalties."""
+        x = row.copy()
+        biases, masks, history = params.biases, params.masks, params.history
+        if (m := biases.index[i]) >= 0:
+            part = slice(biases.offsets[m], biases.offsets[m + 1])
+            x[biases.ids[part]] = x[biases.ids[part]].astype(np.float32) + biases.values[part]
+        if masks.index[i] >= 0:
+            every_id = np.arange(len(x))
+            allowed = masks.words[masks.index[i]][every_id // 32] >> (every_id % 32).astype(np.uint32) & 1
+            x[allowed == 0] = -np.inf
+        masked = params.masked_ids[i, : params.num_masked[i]]
+        x[masked[(masked >= 0) & (masked < len(x))]] = -np.inf
+        if (m := history.index[i]) >= 0:
+            part = slice(history.offsets[m], history.offsets[m + 1])
+            ids, counts = history.ids[part], history.counts[part]
+            repetition = float(params.repetition_penalty[i])
+            y = np.where(x[ids] > 0, x[ids] / repetition, x[ids] * repetition)
+            y = y - counts * float(params.frequency_penalty[i]) - (counts > 0) * float(params.presence_penalty[i])
+            greatest = np.finfo(np.float32).max
+            x[ids] = np.where(x[ids] > -np.inf, np.clip(y, -greatest, greatest).astype(np.float32), -np.inf)
+        return x
 
     def _draw(self, x: Float64, params: SamplingBatch, i: int) -> int:
         temperature = float(params.temperature[i])
@@ -143,6 +173,14 @@ class NumpyBackend(Backend[Array]):
             kept &= x >= value
         if params.min_p[i] > 0:
             kept &= x >= peak + temperature * np.log(float(params.min_p[i]))
+        if params.typical_p[i] < 1:
+            mass = softmax(np.where(kept, x / temperature, -np.inf))
+            # ln q and the scaled logit differ by a constant, as do their means, one of which is minus the entropy
+            distance = np.abs(x / temperature - (mass[kept] * x[kept] / temperature).sum())
+            for limit in np.unique(distance[kept]):
+                if mass[kept & (distance <= limit)].sum() >= params.typical_p[i]:
+                    break
+            kept &= distance <= limit
         noise = gumbel_noise(int(params.seed[i]), int(params.position[i]), len(x))
         return int(np.where(kept, (x - peak) / temperature + noise, -np.inf).argmax())
 

@@ -3,15 +3,21 @@
 For one row of logits x `[V]`, every backend computes
 
 1. fail, if x holds NaN or +inf;
-2. x[id] = -inf for each id that the row's token mask does not allow, and for each masked id (end tokens, while
+2. x[id] += bias in float32, for each id of the logit bias;
+3. x[id] = -inf for each id that the row's token mask does not allow, and for each masked id (end tokens, while
    `min_output_tokens` is not reached); fail, if nothing is left;
-3. greedy, if temperature < 1e-5: the greatest x, the lowest id of equals;
-4. otherwise keep a set of ids, each rule working on what the one before it kept and always keeping equal logits
+4. penalties, for each id of the history that is not masked: x / repetition where x > 0, otherwise x * repetition; from
+   that frequency * n, and presence if n > 0, for an id that is n times in the output; in float64, rounded to a finite
+   float32 at the end;
+5. greedy, if temperature < 1e-5: the greatest x, the lowest id of equals;
+6. otherwise keep a set of ids, each rule working on what the one before it kept and always keeping equal logits
    together:
    top-k: x at least the k-th greatest;
    top-p: x at least the greatest value v for which softmax(x / temperature) has mass >= p on {x >= v};
    min-p: x at least max(x) + temperature * ln(min_p);
-5. draw from softmax(x / temperature) over the kept ids by the Gumbel-max trick: the greatest
+   typical-p (Meister et al., 2022): with q the softmax of x / temperature over what is kept, -ln q at most d away from
+   the entropy of q, for the least d for which that has mass >= p;
+7. draw from softmax(x / temperature) over the kept ids by the Gumbel-max trick: the greatest
    (x - max(x)) / temperature + noise(seed, position, id), the lowest id of equals.
 
 The noise is counter-based (Philox4x32-10, Salmon et al. 2011), so neighbours, batch size, preemption and speculation
@@ -47,6 +53,40 @@ class TokenMasks:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitBiases:
+    """What is added to logits at L positions. Host arrays.
+
+    Attributes:
+        offsets: int32 `[M + 1]` bias m has the entries `offsets[m]:offsets[m + 1]`.
+        ids: int32, of the vocabulary, each once in a bias.
+        values: float32, added to the logits of `ids`.
+        index: int32 `[L]` bias of each row, -1 for none.
+    """
+
+    offsets: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
+    index: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryCounts:
+    """The tokens before L positions, drafts among them, as penalties see them. Host arrays.
+
+    Attributes:
+        offsets: int32 `[M + 1]` history m has the entries `offsets[m]:offsets[m + 1]`.
+        ids: int32, of the vocabulary, each once in a history.
+        counts: int32, how often each id is in the output; 0 for one that is in the prompt only.
+        index: int32 `[L]` history of each row, -1 for a row without penalties.
+    """
+
+    offsets: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    index: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """Parameters of L rows of logits. Host arrays.
 
@@ -55,9 +95,15 @@ class SamplingBatch:
         top_k: int32 `[L]`; 0 keeps all.
         top_p: float32 `[L]`; 1 keeps all.
         min_p: float32 `[L]`; 0 keeps all.
+        typical_p: float32 `[L]`; 1 keeps all.
+        repetition_penalty: float32 `[L]`.
+        frequency_penalty: float32 `[L]`.
+        presence_penalty: float32 `[L]`.
         seed: uint64 `[L]`.
         position: int64 `[L]` position in its sequence of the token that is drawn.
+        biases: of each row.
         masks: of each row.
+        history: of each row.
         masked_ids: int32 `[L, M]`; the first `num_masked` of a row cannot be drawn. Ids outside the vocabulary have no
             effect.
         num_masked: int32 `[L]`.
@@ -68,9 +114,15 @@ class SamplingBatch:
     top_k: npt.NDArray[np.int32]
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
+    typical_p: npt.NDArray[np.float32]
+    repetition_penalty: npt.NDArray[np.float32]
+    frequency_penalty: npt.NDArray[np.float32]
+    presence_penalty: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
+    biases: LogitBiases
     masks: TokenMasks
+    history: HistoryCounts
     masked_ids: npt.NDArray[np.int32]
     num_masked: npt.NDArray[np.int32]
     want_logprob: npt.NDArray[np.bool_]

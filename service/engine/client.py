@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -62,7 +61,7 @@ class EngineClient:
         self.num_received = 0
         self.draft_state = DraftState.NO_DRAFTER
         self._front_end = front_end
-        self._counter = itertools.count(1)
+        self._next_key = 1
         self._codec = Codec()
         self._sinks: dict[int, GenerationSink] = {}
         self._admissions: dict[int, asyncio.Future[None]] = {}
@@ -71,9 +70,11 @@ class EngineClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._unavailable = "the engine is loading"
 
-    def new_request_key(self) -> int:
-        """A key that no request of this server had."""
-        return self._front_end << FRONT_END_SHIFT | next(self._counter)
+    def new_request_key(self, num_outputs: int = 1) -> int:
+        """A key that no request of this server had, followed by one for each further output."""
+        request_key = self._front_end << FRONT_END_SHIFT | self._next_key
+        self._next_key += num_outputs
+        return request_key
 
     async def connect(self, address: str) -> None:
         """Meet an engine that serves at a ZeroMQ endpoint; `ready` once this returns.
@@ -132,8 +133,8 @@ class EngineClient:
     async def submit(self, request: Request, sink: GenerationSink) -> None:
         """Hand over a request; returns once the scheduler has admitted it.
 
-        The sink may be called before the caller runs again. If the caller is cancelled while it waits, so is the
-        request.
+        The sink takes the news of all outputs, and may be called before the caller runs again. If the caller is
+        cancelled while it waits, so is the request.
 
         Raises:
             ContextLengthExceeded, QueueFull, DeadlineInfeasible, DuplicateRequest, InvalidField: the engine refused.
@@ -142,16 +143,21 @@ class EngineClient:
         if not self.ready:
             raise EngineUnavailable(self._unavailable)
         request_key = request.request_key
-        if request_key in self._sinks:
+        if not self._sinks.keys().isdisjoint(request.output_keys):
             raise DuplicateRequest(f"request key {request_key} is active")
         admission = asyncio.get_running_loop().create_future()
         self._send(Submit(request))
-        self._sinks[request_key] = sink
+        self._sinks |= dict.fromkeys(request.output_keys, sink)
         self._admissions[request_key] = admission
         try:
             await admission
         except asyncio.CancelledError:
-            self.forget(request_key)
+            for key in request.output_keys:
+                self.forget(key)
+            raise
+        except ForewordError:
+            for key in request.output_keys:
+                self._sinks.pop(key, None)
             raise
         finally:
             del self._admissions[request_key]
@@ -212,7 +218,6 @@ class EngineClient:
                 if admission is not None and not admission.done():
                     admission.set_result(None)
             case Refused(request_key, error):
-                self._sinks.pop(request_key, None)
                 admission = self._admissions.get(request_key)
                 if admission is not None and not admission.done():
                     admission.set_exception(error.to_error())
@@ -229,11 +234,13 @@ class EngineClient:
         self.load = report.header.load
         self.draft_state = report.header.draft_state
         sequences = report.sequences
-        begin = 0
-        for index, (request_key, end, finish_reason) in enumerate(
+        scores, prompt_scores = report.scores, report.prompt_scores
+        begin = prompt_begin = 0
+        for index, (request_key, end, prompt_end, finish_reason) in enumerate(
             zip(
                 sequences["request_key"].tolist(),
                 np.cumsum(sequences["num_tokens"]).tolist(),
+                np.cumsum(sequences["num_scored"]).tolist(),
                 sequences["finish_reason"].tolist(),
                 strict=True,
             )
@@ -242,12 +249,17 @@ class EngineClient:
             if sink is not None:
                 try:
                     sink.on_step(
-                        report.header, sequences[index], report.token_ids[begin:end], report.logprobs[begin:end]
+                        report.header,
+                        sequences[index],
+                        report.token_ids[begin:end],
+                        report.logprobs[begin:end],
+                        scores and scores.take(slice(begin, end)),
+                        prompt_scores and prompt_scores.take(slice(prompt_begin, prompt_end)),
                     )
                 except Exception as fault:
                     self._log_fault(request_key, fault)
                     self.forget(request_key)
-            begin = end
+            begin, prompt_begin = end, prompt_end
 
     def _log_fault(self, request_key: int, fault: Exception) -> None:
         logger.error("sink failed", request_key=request_key, error=type(fault).__name__)

@@ -54,7 +54,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            InvalidField: a token id is not in the vocabulary, or the prompt is empty.
+            InvalidField: a token id is not in the vocabulary, the prompt is empty, or it asks for too many outputs.
             DuplicateRequest: its key is active.
             ContextLengthExceeded: prompt and output cannot fit.
             QueueFull: a bound of the waiting queue is reached.
@@ -63,10 +63,16 @@ class Engine:
         self._check_token_ids("prompt_token_ids", request.prompt_token_ids)
         self._check_token_ids("stopping.eos_token_ids", request.stopping.eos_token_ids)
         self._check_token_ids("stopping.stop_token_ids", request.stopping.stop_token_ids)
+        self._check_token_ids("sampling.logit_bias", [token_id for token_id, _ in request.sampling.logit_bias])
         self._check_token_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids)
         self._check_token_ids("sampling.banned_token_ids", request.sampling.banned_token_ids)
         if not len(request.prompt_token_ids):
             raise InvalidField("prompt_token_ids", "must hold at least one token")
+        max_outputs = self._scheduler.config.max_num_waiting
+        if not 1 <= request.num_outputs <= max_outputs:
+            raise InvalidField(
+                "sampling.output_count", f"must be 1 to {max_outputs}, as many as may wait in this server"
+            )
         self._scheduler.add(request, time.monotonic_ns())
 
     def cancel(self, request_key: int) -> bool:
@@ -110,7 +116,15 @@ class Engine:
             draft_state=result.draft_state if result else self._draft_state,
         )
         self._draft_state = header.draft_state
-        return StepReport(header, update.sequences, update.token_ids, update.logprobs)
+        scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
+        return StepReport(
+            header,
+            update.sequences,
+            update.token_ids,
+            update.logprobs,
+            scores and scores.take(update.result_indices),
+            prompt_scores and prompt_scores.take(update.scored_indices),
+        )
 
     @property
     def has_work(self) -> bool:

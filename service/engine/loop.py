@@ -134,7 +134,7 @@ class EngineLoop:
         except ForewordError as error:
             self._send(front_end, Refused(request.request_key, ErrorRecord.of(error)))
             return
-        self._active.setdefault(front_end, set()).add(request.request_key)
+        self._active.setdefault(front_end, set()).update(request.output_keys)
         self._send(front_end, Admitted(request.request_key))
 
     def _publish(self, report: StepReport) -> None:
@@ -168,4 +168,12 @@ class EngineLoop:
 def _select(report: StepReport, mine: npt.NDArray[np.bool_]) -> StepReport:
     """The part of a report that concerns some of its sequences."""
     tokens = np.repeat(mine, report.sequences["num_tokens"])
-    return StepReport(report.header, report.sequences[mine], report.token_ids[tokens], report.logprobs[tokens])
+    prompt_tokens = np.repeat(mine, report.sequences["num_scored"])
+    return StepReport(
+        report.header,
+        report.sequences[mine],
+        report.token_ids[tokens],
+        report.logprobs[tokens],
+        report.scores and report.scores.take(tokens),
+        report.prompt_scores and report.prompt_scores.take(prompt_tokens),
+    )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.errors import ForewordError, InvalidField
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import DraftState, SchedulerLoad
+from foreword.scheduler.step import DraftState, SchedulerLoad, TokenScores
 
 FRONT_END_SHIFT = 48
 """A request key holds the index of its front end above this bit, and that front end's own counter below."""
@@ -206,24 +206,43 @@ class StepReport:
         sequences: `[U]` of dtype `scheduler.step.SEQUENCE_UPDATE`.
         token_ids: `[N]` int32, `num_tokens` of each sequence in order.
         logprobs: `[N]` float32.
+        scores: of the N tokens, zero where the request did not ask; None when none did.
+        prompt_scores: of prompt tokens, `num_scored` of each sequence in order; None when there are none.
     """
 
     header: StepHeader
     sequences: npt.NDArray[np.void]
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+    scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None
 
 
 Message = Hello | Welcome | Submit | Cancel | Pause | Resume | Admitted | Refused | StepReport
 
 
 class GenerationSink(Protocol):
-    """Takes the news of one sequence, on the event loop's thread. Must not block and must not raise."""
+    """Takes the news of the sequences of one request, on the event loop's thread. Must not block and must not raise."""
 
     def on_step(
-        self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+        self,
+        header: StepHeader,
+        update: np.void,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None = None,
+        prompt_scores: TokenScores | None = None,
     ) -> None:
-        """Take one record of dtype `SEQUENCE_UPDATE` with its tokens; the last one has a `finish_reason`."""
+        """Take one record of dtype `SEQUENCE_UPDATE` with its tokens; a sequence's last one has a `finish_reason`.
+
+        Args:
+            header: facts about the step.
+            update: the record.
+            token_ids: its tokens.
+            logprobs: of its tokens.
+            scores: of its tokens, when any sequence of the step asked for scores.
+            prompt_scores: of its prompt tokens, `num_scored` of them; None for none.
+        """
 
     def on_failure(self, error: ForewordError) -> None:
-        """The sequence ended without a last update: the engine failed. Nothing follows."""
+        """A sequence ended without a last update: the engine failed. Called for each that had not ended."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +20,16 @@ from foreword.scheduler.errors import (
     InvalidField,
 )
 from foreword.scheduler.request import Request, StoppingParams
-from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason
+from foreword.scheduler.step import FinishReason, StepKind, TokenScores
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.model import ServedModel
-from foreword.service.frontend.settings import Chat, GenerationSettings, TimingLevel
-from foreword.service.frontend.steps import StepLedger, StepShare
+from foreword.service.frontend.output import Delta, Finish, Output, Record
+from foreword.service.frontend.prompt_echo import PromptEcho, PromptPart
+from foreword.service.frontend.settings import Chat, GenerationSettings
 from foreword.service.frontend.timeline import Timeline
+from foreword.service.frontend.validation import check_scored_prompt
 from foreword.service.status import RpcDeadlineExceeded
-from foreword.service.text.detokenizer import IncrementalDetokenizer, TextDelta
 
 _log = structlog.get_logger(__name__)
 
@@ -40,30 +39,9 @@ DEADLINE_GRACE_S = 1.0
 _STOPS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
-class _Update(NamedTuple):
-    """A record of `SEQUENCE_UPDATE` as Python numbers."""
-
-    request_key: int
-    first_scheduled_ns: int
-    num_tokens: int
-    num_prompt_computed: int
-    num_cached: int
-    num_drafted: int
-    num_accepted: int
-    num_steps: int
-    num_prefill_chunks: int
-    num_preemptions: int
-    num_recomputed: int
-    step_kind: int
-    finish_reason: int
-
-
-assert _Update._fields == SEQUENCE_UPDATE.names
-
-
 @dataclass(slots=True)
 class Counts:
-    """Tokens and steps of a generation up to now."""
+    """Tokens and steps of a generation up to now, over all of its outputs; those of the prompt are counted once."""
 
     num_prompt: int = 0
     num_cached: int = 0
@@ -76,33 +54,8 @@ class Counts:
     num_recomputed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """How an output ended.
-
-    Attributes:
-        reason: why; `None` for a stop string.
-        stop_string: the one that matched.
-        stop_token_id: the end or stop token that was drawn.
-    """
-
-    reason: FinishReason | None
-    stop_string: str | None = None
-    stop_token_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What an output gained. `token_ids` and `logprobs` are parallel; `steps` is empty below `TimingLevel.STEP`."""
-
-    text: str
-    token_ids: array[int]
-    logprobs: array[float]
-    steps: list[StepShare]
-
-
 class Generation:
-    """Turns one sequence's records into deltas for one caller, and says when it is over.
+    """Turns the records of its outputs' sequences into deltas for one caller, and says when it is over.
 
     A streamed generation is paused while more than `buffer_tokens` wait to be taken, and goes on once they are. One
     that is not streamed keeps everything for a single delta.
@@ -114,7 +67,7 @@ class Generation:
         is_admitted: the scheduler took it.
         max_output_tokens: in effect; 0 until the prompt is tokenized.
         acceptance: element k counts the verifications that accepted k drafts.
-        finish: how the output ended; `None` while it goes on or when it failed.
+        outputs: by their index.
         error: why the generation failed; `None` while it has not.
     """
 
@@ -146,49 +99,54 @@ class Generation:
         self.is_admitted = False
         self.max_output_tokens = 0
         self.acceptance: list[int] = []
-        self.finish: Finish | None = None
         self.error: ForewordError | None = None
         self._model = model
         self._engine = engine
         self._notify = notify
         self._buffer_tokens = buffer_tokens
         self._rpc_deadline_ns = rpc_deadline_ns
-        self._request_key = engine.new_request_key()
+        self._request_key = engine.new_request_key(settings.num_outputs)
+        self._last_step_id = self._last_prefill_step_id = 0
         self._cancel_requested = False
+        self._prompt: PromptEcho | None = None
         self._paused_ns = 0
         self._watchdog: asyncio.TimerHandle | None = None
         self._eos_token_ids = () if settings.ignore_eos else model.eos_token_ids
-        self._detokenizer = IncrementalDetokenizer(
-            model.text.vocabulary,
-            settings.stop_strings,
-            include_stop=settings.include_stop,
-            min_output_tokens=settings.min_output_tokens,
-            stop_token_ids={*self._eos_token_ids, *settings.stop_token_ids},
+        self.outputs = tuple(
+            Output(
+                index,
+                self._request_key + index,
+                settings,
+                model.text.vocabulary,
+                {*self._eos_token_ids, *settings.stop_token_ids},
+                is_streamed=buffer_tokens is not None,
+            )
+            for index in range(settings.num_outputs)
         )
-        self._held_ids, self._held_logprobs = array("i"), array("f")
-        self._text: list[str] = []
-        self._ids, self._logprobs = array("i"), array("f")
-        self._num_waiting = 0
-        self._ledger = StepLedger() if settings.timing_level is TimingLevel.STEP else None
+        timeline.deliveries = [output.delivery for output in self.outputs]
 
     @property
     def is_over(self) -> bool:
         """True once it has finished or failed; what is left can still be taken."""
-        return self.finish is not None or self.error is not None
+        return self.error is not None or self.has_finished
+
+    @property
+    def has_finished(self) -> bool:
+        """True once all of its outputs have ended; false for good when it failed before."""
+        return all(output.finish is not None for output in self.outputs)
 
     @property
     def num_waiting(self) -> int:
         """Tokens of a streamed generation that wait to be taken."""
-        return self._num_waiting
+        return sum(output.num_waiting for output in self.outputs)
 
     @property
     def outcome(self) -> str:
-        """One word for the log: why it ended, `CANCELLED` also when its caller went away."""
+        """For the log: why it ended, each reason of its outputs once; `CANCELLED` also when its caller went away."""
         if self.error is not None:
             return self.error.reason
-        if self.finish is None:
-            return FinishReason.CANCELLED.name
-        return "STOP_STRING" if self.finish.reason is None else self.finish.reason.name
+        finishes = (output.finish or Finish(FinishReason.CANCELLED) for output in self.outputs)
+        return ",".join(dict.fromkeys(finish.name for finish in finishes))
 
     async def start(self) -> None:
         """Tokenize the prompt and hand it to the engine; returns when the scheduler has admitted it.
@@ -202,6 +160,8 @@ class Generation:
             self.timeline.tokenize_ns = time.monotonic_ns()
             self.counts.num_prompt = len(prompt_token_ids)
             request = self._request(prompt_token_ids)
+            if self.settings.echo_prompt or self.settings.prompt_logprobs:
+                self._prompt = PromptEcho(self.settings, self._model.text.vocabulary, prompt_token_ids)
             if self.settings.constraint is not None:
                 grammar = await self._model.text.compile_constraint(self.settings.constraint)
                 request = replace(request, grammar=grammar)
@@ -209,7 +169,7 @@ class Generation:
             if self.error is not None:
                 raise self.error
             if self._cancel_requested:
-                self._end(Finish(FinishReason.CANCELLED))
+                self._end_all(Finish(FinishReason.CANCELLED))
             else:
                 await self._submit(request)
             self.is_admitted = True
@@ -221,12 +181,13 @@ class Generation:
         """End it early; it finishes with what there is. No effect once it is over."""
         self._cancel_requested = True
         if not self.is_over:
-            self._engine.cancel(self._request_key)
+            for output in self._active_outputs:
+                self._engine.cancel(output.request_key)
 
     def fail(self, error: ForewordError) -> None:
         """End it with an error, on the engine's side too. No effect once it is over."""
         if not self.is_over:
-            self._engine.forget(self._request_key)
+            self._forget()
             self.on_failure(error)
 
     def abandon(self, error: ForewordError) -> None:
@@ -239,33 +200,46 @@ class Generation:
         if self._watchdog is not None:
             self._watchdog.cancel()
         if not self.is_over:
-            self._engine.forget(self._request_key)
+            self._forget()
 
-    def take(self) -> Delta | None:
-        """What came since the last time, to be handed to gRPC now; `None` when nothing did."""
+    def take(self) -> list[Delta]:
+        """What the outputs gained since the last time, to be handed to gRPC now; at most one delta of each."""
         now_ns = time.monotonic_ns()
         if self._buffer_tokens is not None:
-            self._hand_over(now_ns)
+            for output in self.outputs:
+                output.hand_over(now_ns)
             self._resume(now_ns)
-        if not (self._text or self._ids):
-            return None
-        steps = self._ledger.take() if self._ledger else []
-        delta = Delta("".join(self._text), self._ids, self._logprobs, steps)
-        self._text, self._ids, self._logprobs = [], array("i"), array("f")
-        return delta
+        return [delta for output in self.outputs if (delta := output.take())]
+
+    def take_prompt(self) -> PromptPart | None:
+        """The prompt, or the part of it that came since the last time, if it is to be returned."""
+        return self._prompt.take() if self._prompt else None
 
     def on_step(
-        self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+        self,
+        header: StepHeader,
+        update: np.void,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None = None,
+        prompt_scores: TokenScores | None = None,
     ) -> None:
         """Take one record with its tokens."""
         try:
-            self._advance(header, _Update._make(update.item()), token_ids, logprobs)
+            record = Record._make(update.item())
+            if record.num_scored and prompt_scores is not None and self._prompt is not None:
+                self._prompt.push(prompt_scores)
+                self._notify(self)
+            output = self.outputs[record.request_key - self._request_key]
+            self._advance(output, header, record, token_ids, logprobs, scores)
         except Exception:
             _log.error("generation failed", request_id=self.settings.request_id, exc_info=True)
             self.fail(EngineFault("internal error; the server's log has the details"))
 
     def on_failure(self, error: ForewordError) -> None:
-        """Take the news that the engine ended it."""
+        """Take the news that the engine ended it. No effect once it is over: the engine says so for each output."""
+        if self.is_over:
+            return
         if isinstance(error, EngineFault):
             error = EngineFault(error.message, **{**error.metadata, "request_id": self.settings.request_id})
         self.error = error
@@ -297,7 +271,7 @@ class Generation:
         except DeadlineInfeasible:
             if self._is_rpc_deadline:
                 raise
-            self._end(Finish(FinishReason.DEADLINE))
+            self._end_all(Finish(FinishReason.DEADLINE))
 
     def _request(self, prompt_token_ids: npt.NDArray[np.int32]) -> Request:
         settings = self.settings
@@ -308,6 +282,8 @@ class Generation:
                 f"must be at most {self.max_output_tokens}, which is what the context leaves room for, "
                 f"got {settings.min_output_tokens}",
             )
+        if settings.prompt_logprobs:
+            check_scored_prompt("output.prompt_logprobs", len(prompt_token_ids))
         deadline_ns = self.timeline.receive_ns + settings.max_duration_ns
         if self._rpc_deadline_ns is not None:
             deadline_ns = min(deadline_ns, self._rpc_deadline_ns)
@@ -327,7 +303,11 @@ class Generation:
             cache_salt=settings.cache_salt,
             bypass_prefix_cache=settings.bypass_prefix_cache,
             want_logprobs=settings.logprobs,
+            want_ranks=settings.ranks,
+            num_top_logprobs=settings.num_top_logprobs,
+            want_prompt_logprobs=settings.prompt_logprobs,
             max_draft_tokens=settings.max_draft_tokens,
+            num_outputs=settings.num_outputs,
         )
 
     def _room_for_output(self, num_prompt: int) -> int:
@@ -349,88 +329,81 @@ class Generation:
 
     def _advance(
         self,
+        output: Output,
         header: StepHeader,
-        update: _Update,
+        record: Record,
         token_ids: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None,
     ) -> None:
         now_ns = time.monotonic_ns()
-        self._count(header, update)
-        reason = FinishReason(update.finish_reason)
-        if update.num_tokens:
-            ids = token_ids.tolist()
-            self._held_ids.extend(ids)
-            if self.settings.logprobs:
-                self._held_logprobs.frombytes(logprobs.tobytes())
-            if self._ledger:
-                self._ledger.add(header, update.step_kind, update.num_drafted, update.num_accepted, len(ids), now_ns)
-            self._release(self._detokenizer.push(ids), now_ns)
-        if self._detokenizer.matched_stop is not None:
+        self._count(output, header, record)
+        output.push(header, record, token_ids, logprobs, scores, now_ns)
+        reason = FinishReason(record.finish_reason)
+        if reason and output.matched_stop is None:
+            output.flush(now_ns, drop_last=reason in _STOPS)
+        self._count_output()
+        if output.matched_stop is not None:
             if not reason:
-                self._engine.forget(self._request_key)
-            self._end(Finish(None, stop_string=self._detokenizer.matched_stop))
+                self._engine.forget(output.request_key)
+            self._end(output, Finish(None, stop_string=output.matched_stop))
         elif reason:
-            self._release(self._detokenizer.finish(drop_last=reason in _STOPS), now_ns)
-            self._conclude(reason, int(token_ids[-1]) if reason in _STOPS else None)
-        elif self._num_waiting or self._text:
+            self._conclude(output, reason, int(token_ids[-1]) if reason in _STOPS else None)
+        elif output.has_news:
             self._pause(now_ns)
             self._notify(self)
 
-    def _count(self, header: StepHeader, update: _Update) -> None:
-        timeline, counts = self.timeline, self.counts
-        if timeline.schedule_ns is None and update.first_scheduled_ns:
-            timeline.schedule_ns = update.first_scheduled_ns
-        if timeline.sample_ns is None and update.num_tokens:
+    def _count(self, output: Output, header: StepHeader, record: Record) -> None:
+        """Add what a record brings to what the last one of its output said."""
+        timeline, counts, last = self.timeline, self.counts, output.record
+        if timeline.schedule_ns is None and record.first_scheduled_ns:
+            timeline.schedule_ns = record.first_scheduled_ns
+        if timeline.sample_ns is None and record.num_tokens:
             timeline.sample_ns = header.end_ns
-        counts.num_cached = max(counts.num_cached, update.num_cached)
-        counts.num_drafted += update.num_drafted
-        counts.num_accepted += update.num_accepted
-        counts.num_steps = update.num_steps
-        counts.num_prefill_chunks = update.num_prefill_chunks
-        counts.num_preemptions = update.num_preemptions
-        counts.num_recomputed = update.num_recomputed
-        if update.num_drafted:
-            self.acceptance.extend([0] * (update.num_accepted + 1 - len(self.acceptance)))
-            self.acceptance[update.num_accepted] += 1
+        if output.index == 0:  # the others find their prompt in the cache because this one computed it
+            counts.num_cached = max(counts.num_cached, record.num_cached)
+        counts.num_drafted += record.num_drafted
+        counts.num_accepted += record.num_accepted
+        if record.step_kind != StepKind.NONE and header.step_id != self._last_step_id:
+            self._last_step_id = header.step_id
+            counts.num_steps += 1
+        if record.num_prefill_chunks > last.num_prefill_chunks and header.step_id != self._last_prefill_step_id:
+            self._last_prefill_step_id = header.step_id
+            counts.num_prefill_chunks += 1
+        counts.num_preemptions += record.num_preemptions - last.num_preemptions
+        counts.num_recomputed += record.num_recomputed - last.num_recomputed
+        if record.num_drafted:
+            self.acceptance.extend([0] * (record.num_accepted + 1 - len(self.acceptance)))
+            self.acceptance[record.num_accepted] += 1
 
-    def _release(self, released: TextDelta, now_ns: int) -> None:
-        """Move tokens and their text from what is held back to what waits to be taken."""
-        num_tokens = released.num_tokens
-        if released.text:
-            self._text.append(released.text)
-        if not num_tokens:
-            return
-        self._ids.extend(self._held_ids[:num_tokens])
-        del self._held_ids[:num_tokens]
-        self._logprobs.extend(self._held_logprobs[:num_tokens])
-        del self._held_logprobs[:num_tokens]
-        self.counts.num_output += num_tokens
-        self._num_waiting += num_tokens
-        if self._ledger:
-            self._ledger.release(num_tokens, now_ns)
-        if self._buffer_tokens is None:
-            self._hand_over(now_ns)
-
-    def _hand_over(self, now_ns: int) -> None:
-        self.timeline.hand_over(self._num_waiting, now_ns)
-        self._num_waiting = 0
-        if self._ledger:
-            self._ledger.hand_over(now_ns)
+    def _count_output(self) -> None:
+        self.counts.num_output = sum(output.num_tokens for output in self.outputs)
 
     def _pause(self, now_ns: int) -> None:
-        if self._buffer_tokens is not None and self._num_waiting > self._buffer_tokens and not self._paused_ns:
-            self._engine.pause(self._request_key)
+        if self._buffer_tokens is not None and self.num_waiting > self._buffer_tokens and not self._paused_ns:
+            for output in self._active_outputs:
+                self._engine.pause(output.request_key)
             self._paused_ns = now_ns
 
     def _resume(self, now_ns: int) -> None:
         if self._paused_ns:
             self.timeline.blocked_ns += now_ns - self._paused_ns
             self._paused_ns = 0
-            if not self.is_over:
-                self._engine.resume(self._request_key)
+            if self.error is None:
+                for output in self._active_outputs:
+                    self._engine.resume(output.request_key)
 
-    def _conclude(self, reason: FinishReason, stop_token_id: int | None) -> None:
-        """Turn the scheduler's reason into a finish or an error.
+    def _forget(self) -> None:
+        """Free what its outputs hold in the engine."""
+        for output in self._active_outputs:
+            self._engine.forget(output.request_key)
+
+    @property
+    def _active_outputs(self) -> list[Output]:
+        return [output for output in self.outputs if output.finish is None]
+
+    def _conclude(self, output: Output, reason: FinishReason, stop_token_id: int | None = None) -> None:
+        """Turn the scheduler's reason into a finish of the output or an error of the whole generation.
 
         A length is what the caller asked for; without one, what there is room for in the context.
         """
@@ -438,32 +411,40 @@ class Generation:
             has_length = self.settings.max_output_tokens is not None
             reason = FinishReason.LENGTH if has_length else FinishReason.CONTEXT_LIMIT
         if reason is FinishReason.FAILED:
-            self.on_failure(EngineFault("the model gave no usable result for this generation"))
+            self.fail(EngineFault("the model gave no usable result for this generation"))
         elif reason is FinishReason.CONSTRAINT_STUCK and self.settings.constraint is not None:
-            self.on_failure(
+            self.fail(
                 InvalidField(
                     self.settings.constraint.path,
-                    f"after {self.counts.num_output} tokens it allows none that the other settings allow, "
+                    f"after {output.num_tokens} tokens it allows none that the other settings allow, "
                     "or has become too complex to be followed",
                 )
             )
         elif reason is FinishReason.DEADLINE and self._is_rpc_deadline:
-            self.on_failure(RpcDeadlineExceeded("the deadline of the RPC has passed"))
+            self.fail(RpcDeadlineExceeded("the deadline of the RPC has passed"))
         else:
-            self._end(Finish(reason, stop_token_id=stop_token_id))
+            self._end(output, Finish(reason, stop_token_id=stop_token_id))
 
     def _overrun(self) -> None:
         """End it, as its deadline has passed and the engine is silent. No effect once it is over."""
-        if not self.is_over:
-            self._engine.forget(self._request_key)
-            self._release(self._detokenizer.finish(), time.monotonic_ns())
-            self._conclude(FinishReason.DEADLINE, None)
+        if self.is_over:
+            return
+        self._forget()
+        now_ns = time.monotonic_ns()
+        for output in self._active_outputs:
+            output.flush(now_ns)
+            self._count_output()
+            self._conclude(output, FinishReason.DEADLINE)
 
     @property
     def _is_rpc_deadline(self) -> bool:
         own_ns = self.timeline.receive_ns + self.settings.max_duration_ns
         return self._rpc_deadline_ns is not None and self._rpc_deadline_ns <= own_ns
 
-    def _end(self, finish: Finish) -> None:
-        self.finish = finish
+    def _end_all(self, finish: Finish) -> None:
+        for output in self.outputs:
+            self._end(output, finish)
+
+    def _end(self, output: Output, finish: Finish) -> None:
+        output.finish = finish
         self._notify(self)

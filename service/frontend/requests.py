@@ -27,6 +27,8 @@ from foreword.v1 import (
 
 DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
+MAX_TOP_LOGPROBS = 20
+MAX_OUTPUTS = 16
 MAX_CONSTRAINT_BYTES = {
     "json_schema": 65_536,
     "json_object": 0,
@@ -48,9 +50,15 @@ SUPPORTED_FIELDS = frozenset(
         "sampling.top_p",
         "sampling.top_k",
         "sampling.min_p",
+        "sampling.typical_p",
+        "sampling.frequency_penalty",
+        "sampling.presence_penalty",
+        "sampling.repetition_penalty",
+        "sampling.logit_bias",
         "sampling.allowed_token_ids",
         "sampling.banned_token_ids",
         "sampling.seed",
+        "sampling.output_count",
         "stopping.max_output_token_count",
         "stopping.min_output_token_count",
         "stopping.stop_strings",
@@ -59,6 +67,10 @@ SUPPORTED_FIELDS = frozenset(
         "stopping.include_stop",
         "stopping.max_generation_duration",
         "output.logprobs",
+        "output.ranks",
+        "output.top_logprob_count",
+        "output.prompt_logprobs",
+        "output.echo_prompt",
         "output.return_token_ids",
         "output.return_token_bytes",
         "output.timing_level",
@@ -78,11 +90,6 @@ SUPPORTED_FIELDS = frozenset(
 """Fields of `GenerationSpec` that mean something to this server. All others are refused."""
 
 NEUTRAL_VALUES = {
-    "sampling.typical_p": 1.0,
-    "sampling.frequency_penalty": 0.0,
-    "sampling.presence_penalty": 0.0,
-    "sampling.repetition_penalty": 1.0,
-    "sampling.output_count": 1,
     "output.coalesce_token_count": 1,
     "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
 }
@@ -123,6 +130,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     validation.check_stop_strings("stopping.stop_strings", stopping.stop_strings)
     validation.check_count("stopping.stop_token_ids", len(stopping.stop_token_ids))
     validation.check_token_ids("stopping.stop_token_ids", np.array(stopping.stop_token_ids, np.int32), info.vocab_size)
+    validation.check_number("output.top_logprob_count", output.top_logprob_count, 0, MAX_TOP_LOGPROBS)
     validation.check_number("priority", spec.priority, -100, 100)
     validation.check_cache_salt("cache.cache_salt", spec.cache.cache_salt)
     max_draft_tokens = _read_max_draft_tokens(spec.speculation, info)
@@ -130,6 +138,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
         prompt=_read_prompt(spec, info),
         sampling=_read_sampling(spec.sampling, info),
+        num_outputs=_read_num_outputs(spec.sampling),
         max_output_tokens=max_tokens,
         min_output_tokens=min_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -140,6 +149,10 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         return_token_ids=output.return_token_ids if output.HasField("return_token_ids") else True,
         return_token_bytes=output.return_token_bytes,
         logprobs=output.logprobs,
+        ranks=output.ranks,
+        num_top_logprobs=output.top_logprob_count,
+        prompt_logprobs=output.prompt_logprobs,
+        echo_prompt=output.echo_prompt,
         timing_level=_read_timing_level(output.timing_level),
         priority=spec.priority,
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
@@ -201,6 +214,11 @@ def _read_sampling(sampling: sampling_pb2.SamplingConfig, info: EngineInfo) -> S
         top_k=given("top_k", DEFAULT_SAMPLING.top_k),
         top_p=given("top_p", DEFAULT_SAMPLING.top_p),
         min_p=given("min_p", DEFAULT_SAMPLING.min_p),
+        typical_p=given("typical_p", DEFAULT_SAMPLING.typical_p),
+        repetition_penalty=given("repetition_penalty", DEFAULT_SAMPLING.repetition_penalty),
+        frequency_penalty=given("frequency_penalty", DEFAULT_SAMPLING.frequency_penalty),
+        presence_penalty=given("presence_penalty", DEFAULT_SAMPLING.presence_penalty),
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         banned_token_ids=tuple(sampling.banned_token_ids),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
@@ -209,6 +227,14 @@ def _read_sampling(sampling: sampling_pb2.SamplingConfig, info: EngineInfo) -> S
     validation.check_number("sampling.top_k", params.top_k, 0)
     validation.check_number("sampling.top_p", params.top_p, 0, 1, above_low=True)
     validation.check_number("sampling.min_p", params.min_p, 0, 1)
+    validation.check_number("sampling.typical_p", params.typical_p, 0, 1, above_low=True)
+    validation.check_number("sampling.repetition_penalty", params.repetition_penalty, 0, 10, above_low=True)
+    validation.check_number("sampling.frequency_penalty", params.frequency_penalty, -2, 2)
+    validation.check_number("sampling.presence_penalty", params.presence_penalty, -2, 2)
+    validation.check_count("sampling.logit_bias", len(params.logit_bias))
+    for token_id, value in params.logit_bias:
+        validation.check_number("sampling.logit_bias", token_id, 0, info.vocab_size - 1)
+        validation.check_number(f"sampling.logit_bias[{token_id}]", value, -100, 100)
     for name in ("allowed_token_ids", "banned_token_ids"):
         token_ids = np.array(getattr(params, name), np.int32)
         validation.check_count(f"sampling.{name}", len(token_ids), validation.MAX_MASK_IDS)
@@ -237,6 +263,12 @@ def _read_constraint(constraint: constraint_pb2.Constraint) -> Constraint:
         validation.check_size(f"{path}[{index}]", choice, limit)
     validation.check_size(path, "".join(choices), limit)
     return Constraint(kind, json.dumps(list(choices)))
+
+
+def _read_num_outputs(sampling: sampling_pb2.SamplingConfig) -> int:
+    count = sampling.output_count if sampling.HasField("output_count") else 1
+    validation.check_number("sampling.output_count", count, 1, MAX_OUTPUTS)
+    return count
 
 
 def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> int:

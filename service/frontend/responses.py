@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -13,12 +14,15 @@ from foreword.scheduler.request import SamplingParams
 from foreword.scheduler.step import DraftState, FinishReason, SchedulerLoad
 from foreword.service import status
 from foreword.service.engine.messages import EngineInfo
-from foreword.service.frontend.generation import Delta, Finish, Generation
+from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
+from foreword.service.frontend.output import Delta, Output
+from foreword.service.frontend.prompt_echo import PromptPart
 from foreword.service.frontend.requests import DEFAULT_SAMPLING, SUPPORTED_FIELDS
 from foreword.service.frontend.settings import TimingLevel
 from foreword.service.frontend.steps import StepShare
-from foreword.service.frontend.timeline import Timeline
+from foreword.service.frontend.timeline import Delivery, Timeline, inter_token_latency
+from foreword.service.frontend.token_columns import TokenColumns
 from foreword.v1 import (
     cache_pb2,
     engine_pb2,
@@ -30,6 +34,7 @@ from foreword.v1 import (
     speculation_pb2,
     stopping_pb2,
     timing_pb2,
+    tokens_pb2,
     usage_pb2,
 )
 
@@ -70,6 +75,7 @@ class GenerationConverter:
         self._settings = generation.settings
         self._model = model
         self._device = device
+        self._reported: set[int] = set()
 
     def started(self) -> generation_pb2.GenerationStarted:
         """What is in effect."""
@@ -77,7 +83,7 @@ class GenerationConverter:
         return generation_pb2.GenerationStarted(
             request_id=settings.request_id,
             model=self._model.name,
-            sampling=_sampling(settings.sampling),
+            sampling=_sampling(settings.sampling, settings.num_outputs),
             stopping=stopping_pb2.StoppingConfig(
                 max_output_token_count=self._generation.max_output_tokens,
                 min_output_token_count=settings.min_output_tokens,
@@ -89,6 +95,10 @@ class GenerationConverter:
             ),
             output=output_pb2.OutputConfig(
                 logprobs=settings.logprobs,
+                ranks=settings.ranks,
+                top_logprob_count=settings.num_top_logprobs,
+                prompt_logprobs=settings.prompt_logprobs,
+                echo_prompt=settings.echo_prompt,
                 return_token_ids=settings.return_token_ids,
                 return_token_bytes=settings.return_token_bytes,
                 coalesce_token_count=1,
@@ -109,15 +119,18 @@ class GenerationConverter:
         )
 
     def news(self) -> list[generation_pb2.GenerationEvent]:
-        """Take what came since the last time, as events; with those of the finish, once it has finished."""
+        """Take what came since the last time, as events, once with how each output and the generation ended."""
         generation = self._generation
         events = []
-        delta = generation.take()
-        if delta is not None:
-            events.append(generation_pb2.GenerationEvent(output_delta=self._delta(delta)))
-        if generation.finish is not None:
-            finished = self._output_finished(generation.finish)
-            events.append(generation_pb2.GenerationEvent(output_finished=finished))
+        if prompt := generation.take_prompt():
+            events.append(generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(prompt)))
+        events += [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
+        for output in generation.outputs:
+            if output.finish is not None and output.index not in self._reported:
+                self._reported.add(output.index)
+                finished = self._output_finished(output)
+                events.append(generation_pb2.GenerationEvent(output_finished=finished))
+        if generation.has_finished:
             events.append(generation_pb2.GenerationEvent(finished=self._finished()))
         return events
 
@@ -129,20 +142,23 @@ class GenerationConverter:
 
     def response(self) -> generation_service_pb2.GenerateTextResponse:
         """Everything in one message, once the generation has finished."""
-        finish = self._generation.finish
-        assert finish is not None
-        delta = self._generation.take()
-        output = generation_pb2.Output(
-            content=None if delta is None else self._delta(delta), finished=self._output_finished(finish)
-        )
+        prompt = self._generation.take_prompt()
+        contents = {delta.output_index: self._delta(delta) for delta in self._generation.take()}
+        outputs = [
+            generation_pb2.Output(content=contents.get(output.index), finished=self._output_finished(output))
+            for output in self._generation.outputs
+        ]
         return generation_service_pb2.GenerateTextResponse(
-            started=self.started(), outputs=[output], finished=self._finished()
+            started=self.started(),
+            prompt=None if prompt is None else self._prompt_delta(prompt),
+            outputs=outputs,
+            finished=self._finished(),
         )
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """The summary as ASCII metadata; entries whose moment never came are left out."""
         timeline, counts = self._generation.timeline, self._generation.counts
-        latency = timeline.inter_token_latency()
+        latency = inter_token_latency(timeline.deliveries)
         summary = {
             "request-id": self._settings.request_id,
             "ttft-us": timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
@@ -157,22 +173,56 @@ class GenerationConverter:
         }
         return tuple((f"foreword-{key}", str(value)) for key, value in summary.items() if value is not None)
 
+    def _prompt_delta(self, part: PromptPart) -> generation_pb2.PromptDelta:
+        tokens = part.tokens
+        top_logprobs = self._top_logprobs(tokens)
+        if part.first_position == 0 and top_logprobs:
+            top_logprobs[0].Clear()
+        return generation_pb2.PromptDelta(
+            first_position=part.first_position,
+            text=part.text,
+            token_ids=tokens.token_ids if self._settings.return_token_ids else (),
+            logprobs=tokens.logprobs,
+            ranks=tokens.ranks,
+            top_logprobs=top_logprobs,
+            token_bytes=self._token_bytes(tokens.token_ids),
+        )
+
+    def _top_logprobs(self, tokens: TokenColumns) -> list[tokens_pb2.TopLogprobs]:
+        num_top = tokens.num_top
+        return [
+            tokens_pb2.TopLogprobs(
+                token_ids=tokens.top_token_ids[start : start + num_top],
+                logprobs=tokens.top_logprobs[start : start + num_top],
+                token_bytes=self._token_bytes(tokens.top_token_ids[start : start + num_top]),
+            )
+            for start in range(0, len(tokens.top_token_ids), num_top or 1)
+        ]
+
+    def _token_bytes(self, token_ids: Iterable[int]) -> Iterable[bytes]:
+        return map(self._model.text.vocabulary.bytes_of, token_ids) if self._settings.return_token_bytes else ()
+
     def _delta(self, delta: Delta) -> generation_pb2.OutputDelta:
-        bytes_of = self._model.text.vocabulary.bytes_of
-        timeline = self._generation.timeline
+        tokens, timeline = delta.tokens, self._generation.timeline
         return generation_pb2.OutputDelta(
+            output_index=delta.output_index,
             text=delta.text,
-            token_ids=delta.token_ids if self._settings.return_token_ids else (),
-            logprobs=delta.logprobs,
-            token_bytes=map(bytes_of, delta.token_ids) if self._settings.return_token_bytes else (),
+            token_ids=tokens.token_ids if self._settings.return_token_ids else (),
+            logprobs=tokens.logprobs,
+            ranks=tokens.ranks,
+            top_logprobs=self._top_logprobs(tokens),
+            token_bytes=self._token_bytes(tokens.token_ids),
             step_timings=[_step_timing(step, timeline) for step in delta.steps],
         )
 
-    def _output_finished(self, finish: Finish) -> generation_pb2.OutputFinished:
+    def _output_finished(self, output: Output) -> generation_pb2.OutputFinished:
+        finish = output.finish
+        assert finish is not None
         message = generation_pb2.OutputFinished(
+            output_index=output.index,
             finish_reason=_FINISH_REASONS[finish.reason],
-            output_token_count=self._generation.counts.num_output,
-            timing=_output_timing(self._generation.timeline) if self._has_timing else None,
+            output_token_count=output.num_tokens,
+            timing=_output_timing(output.delivery, self._generation.timeline) if self._has_timing else None,
         )
         if finish.stop_string is not None:
             message.stop_string = finish.stop_string
@@ -211,7 +261,7 @@ class GenerationConverter:
             first_token_duration_micros=between(timeline.receive_ns, timeline.first_token_ns),
             decode_duration_micros=timeline.decode_us,
             total_duration_micros=timeline.offset_us(time.monotonic_ns()),
-            inter_token_latency=_inter_token_latency(timeline),
+            inter_token_latency=_inter_token_latency(timeline.deliveries),
             output_tokens_per_second=timeline.output_tokens_per_second,
             blocked_duration_micros=timeline.blocked_ns // 1000,
             prefill_chunk_count=counts.num_prefill_chunks,
@@ -298,18 +348,19 @@ def _duration(duration_ns: int) -> Duration:
     return message
 
 
-def _sampling(params: SamplingParams, with_seed: bool = True) -> sampling_pb2.SamplingConfig:
+def _sampling(params: SamplingParams, num_outputs: int = 1, *, with_seed: bool = True) -> sampling_pb2.SamplingConfig:
     return sampling_pb2.SamplingConfig(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
-        typical_p=1.0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
+        typical_p=params.typical_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
         seed=params.seed if with_seed else None,
-        output_count=1,
+        output_count=num_outputs,
+        logit_bias=dict(params.logit_bias),
         allowed_token_ids=params.allowed_token_ids,
         banned_token_ids=params.banned_token_ids,
     )
@@ -335,16 +386,16 @@ def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
     )
 
 
-def _inter_token_latency(timeline: Timeline) -> timing_pb2.InterTokenLatency | None:
-    latency = timeline.inter_token_latency()
+def _inter_token_latency(deliveries: Sequence[Delivery]) -> timing_pb2.InterTokenLatency | None:
+    latency = inter_token_latency(deliveries)
     if latency is None:
         return None
     return timing_pb2.InterTokenLatency(p50_micros=latency.p50_us, p99_micros=latency.p99_us, max_micros=latency.max_us)
 
 
-def _output_timing(timeline: Timeline) -> timing_pb2.OutputTiming:
+def _output_timing(delivery: Delivery, timeline: Timeline) -> timing_pb2.OutputTiming:
     return timing_pb2.OutputTiming(
-        first_token_offset_micros=timeline.between_us(timeline.receive_ns, timeline.first_token_ns),
-        last_token_offset_micros=timeline.between_us(timeline.receive_ns, timeline.last_token_ns),
-        inter_token_latency=_inter_token_latency(timeline),
+        first_token_offset_micros=timeline.between_us(timeline.receive_ns, delivery.first_token_ns),
+        last_token_offset_micros=timeline.between_us(timeline.receive_ns, delivery.last_token_ns),
+        inter_token_latency=_inter_token_latency([delivery]),
     )

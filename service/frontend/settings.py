@@ -40,6 +40,7 @@ class GenerationSettings:
         request_id: the caller's, or made here.
         prompt: text, token ids or a conversation.
         sampling: in effect.
+        num_outputs: independent outputs.
         max_output_tokens: `None` for as many as there is room for.
         min_output_tokens: neither stop tokens nor stop strings end the output before this many.
         stop_strings: end the output where they complete.
@@ -50,6 +51,10 @@ class GenerationSettings:
         return_token_ids: return ids next to the text.
         return_token_bytes: return each token's bytes.
         logprobs: return each token's log probability.
+        ranks: return each token's rank.
+        num_top_logprobs: return so many most probable tokens at each position.
+        prompt_logprobs: return what is returned of output tokens of the prompt's tokens too.
+        echo_prompt: return the prompt.
         timing_level: how much timing to return.
         priority: a higher one is served first.
         bypass_prefix_cache: neither read nor feed the prefix cache.
@@ -62,6 +67,7 @@ class GenerationSettings:
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
+    num_outputs: int
     max_output_tokens: int | None
     min_output_tokens: int
     stop_strings: tuple[str, ...]
@@ -72,6 +78,10 @@ class GenerationSettings:
     return_token_ids: bool
     return_token_bytes: bool
     logprobs: bool
+    ranks: bool
+    num_top_logprobs: int
+    prompt_logprobs: bool
+    echo_prompt: bool
     timing_level: TimingLevel
     priority: int
     bypass_prefix_cache: bool

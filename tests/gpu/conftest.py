@@ -56,14 +56,17 @@ class PlanWriter:
         work: Sequence[Work],
         admitted: Sequence[tuple[int, Request]] = (),
         outputs: Mapping[int, Sequence[int]] | None = None,
+        prompts: Mapping[int, Sequence[int]] | None = None,
     ) -> StepPlan:
         """Append each (row, tokens, number of logits wanted at the end) to its row's sequence.
 
-        `outputs` are the tokens that an admitted row had generated before.
+        `outputs` are the tokens that an admitted row had generated before, `prompts` those of rows to be scored.
         """
         output_ids = [(outputs or {}).get(row, ()) for row, _ in admitted]
         self.step_id += 1
         positions, slots, updates, logits_indices = [], [], [], []
+        scored: list[tuple[int, int]] = []
+        scored_offsets = [0]
         for row, tokens, num_logits in work:
             for _ in tokens:
                 position = self.lengths[row]
@@ -71,9 +74,12 @@ class PlanWriter:
                     self.blocks[row].append(self.free.pop())
                     updates.append((row, len(self.blocks[row]) - 1, self.blocks[row][-1]))
                 slots.append(self.blocks[row][-1] * self.block_size + position % self.block_size)
+                if position + 1 < len(prompt := (prompts or {}).get(row, ())):
+                    scored.append((len(positions), prompt[position + 1]))
                 positions.append(position)
                 self.lengths[row] += 1
             logits_indices += range(len(positions) - num_logits, len(positions))
+            scored_offsets.append(len(scored))
         return StepPlan(
             step_id=self.step_id,
             rows=int32([row for row, _, _ in work]),
@@ -85,6 +91,9 @@ class PlanWriter:
             slot_mapping=int32(slots),
             logits_indices=int32(logits_indices),
             logits_offsets=int32(np.cumsum([0] + [count for _, _, count in work])),
+            scored_indices=int32([index for index, _ in scored]),
+            scored_token_ids=int32([token for _, token in scored]),
+            scored_offsets=int32(scored_offsets),
             block_table_updates=int32(updates).reshape(-1, 3),
             admitted=tuple(admitted),
             output_offsets=int32(np.cumsum([0] + [len(ids) for ids in output_ids])),
@@ -112,8 +121,14 @@ def new_request() -> Callable[..., Request]:
             if name in fields
         }
         stopping.setdefault("max_output_tokens", 32)
+        wanted = {name: fields.pop(name) for name in ("want_ranks", "num_top_logprobs") if name in fields}
         return Request(
-            key, int32(prompt), StoppingParams(**stopping), SamplingParams(**fields), want_logprobs=want_logprobs
+            key,
+            int32(prompt),
+            StoppingParams(**stopping),
+            SamplingParams(**fields),
+            want_logprobs=want_logprobs,
+            **wanted,
         )
 
     return build

@@ -55,7 +55,17 @@ def generate(
 
 @pytest.fixture
 def requests(new_request: Callable[..., Request]) -> list[Request]:
-    """Eight requests of different lengths, greedy and random."""
+    """Eight requests of different lengths, greedy and random, with every processor somewhere."""
+    processors: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"frequency_penalty": 1.5},
+        {"logit_bias": ((3, 4.0), (100, -5.0)), "typical_p": 0.9},
+        {"banned_token_ids": tuple(range(0, 131, 2)), "repetition_penalty": 0.8},
+        {"typical_p": 0.5, "min_p": 0.01},
+        {"allowed_token_ids": tuple(range(20, 90)), "frequency_penalty": -0.5},
+        {"presence_penalty": 2.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    ]
     lengths = (1, 5, 16, 17, 33, 47, 64, 90)
     return [
         new_request(
@@ -66,6 +76,7 @@ def requests(new_request: Callable[..., Request]) -> list[Request]:
             top_p=(1.0, 0.9)[i // 2 % 2],
             top_k=(0, 20)[i // 4],
             seed=100 + i,
+            **processors[i],
         )
         for i, length in enumerate(lengths)
     ]
@@ -124,11 +135,13 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(
     dtype: str,
 ) -> None:
     runner = new_runner(dtype)
-    request = new_request(random_prompt(20, 3), temperature=1.0, seed=5, want_logprobs=True)
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 0.5}
+    request = new_request(random_prompt(20, 3), temperature=1.0, seed=5, want_logprobs=True, **penalties)
     expected = generate(runner, plan_writer(), [request], 10, chunk=1000)[0]
     writer = plan_writer()
     done = [token for token, _ in expected[:4]]
-    result = runner.execute(writer.plan([(6, request.prompt_token_ids.tolist() + done, 1)], [(6, request)]))
+    work = [(6, request.prompt_token_ids.tolist() + done, 1)]
+    result = runner.execute(writer.plan(work, [(6, request)], outputs={6: done}))
     assert sequence_tokens(result, 0) == expected[4:5]
 
 
@@ -178,6 +191,60 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(
     assert [sequence_tokens(result, b) for b in (0, 1, 3)] == expected
 
 
+def test_scores_come_for_those_who_ask(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    runner, writer = new_runner(), plan_writer()
+    wanted: list[dict[str, Any]] = [{}, {"num_top_logprobs": 3}, {"want_ranks": True, "num_top_logprobs": 1}, {}]
+    requests = [
+        new_request(random_prompt(9, i), temperature=0.0, want_logprobs=True, **w) for i, w in enumerate(wanted)
+    ]
+    work = [(i, request.prompt_token_ids.tolist(), 1) for i, request in enumerate(requests)]
+    result = runner.execute(writer.plan(work, list(enumerate(requests))))
+    assert result.scores is not None
+    assert result.scores.num_top == 3
+    assert result.scores.ranks.tolist() == [0, 1, 1, 0]
+    assert result.scores.logprobs[1:3].tolist() == result.logprobs[1:3].tolist()
+    top = result.scores.top_token_ids.reshape(4, 3)
+    assert top[1:3, 0].tolist() == result.token_ids[1:3].tolist()
+    assert not top[[0, 3]].any()
+    nobody = runner.execute(writer.plan([(0, result.token_ids[:1].tolist(), 1)]))
+    assert nobody.scores is None
+
+
+def test_prompt_scores_do_not_depend_on_the_chunks(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    dtype: str,
+) -> None:
+    """And are those that the tokens get when they are drawn, bit for bit."""
+    runner = new_runner(dtype)
+    prompt = random_prompt(30, 4)
+    request = new_request(prompt, temperature=0.0, want_logprobs=True, num_top_logprobs=2)
+    drawn = generate(runner, plan_writer(), [new_request(prompt[:10], temperature=0.0, want_logprobs=True)], 8, 1000)[0]
+    prompt[10:18] = [token for token, _ in drawn]
+    collected = []
+    for chunk in (1000, 7, 1):
+        writer = plan_writer()
+        rows: list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] = []
+        for start in range(0, len(prompt), chunk):
+            tokens = prompt[start : start + chunk]
+            work = [(3, tokens, int(start + chunk >= len(prompt))), (1, [5], 1)]
+            admitted = [(3, request), (1, new_request([5]))] if start == 0 else []
+            scores = runner.execute(writer.plan(work, admitted, prompts={3: prompt})).prompt_scores
+            if scores is not None:
+                top = scores.top_token_ids.reshape(-1, 2).tolist(), scores.top_logprobs.reshape(-1, 2).tolist()
+                rows += zip(
+                    scores.logprobs.tolist(), scores.ranks.tolist(), map(tuple, top[0]), map(tuple, top[1]), strict=True
+                )
+        collected.append(rows)
+    assert collected[0] == collected[1] == collected[2]
+    assert len(collected[0]) == len(prompt) - 1
+    assert [row[0] for row in collected[0][9:17]] == [logprob for _, logprob in drawn]
+    assert all(row[1] == 1 and row[2][0] == token for row, (token, _) in zip(collected[0][9:17], drawn, strict=True))
+
+
 def test_only_allowed_ids_come_out(
     new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
 ) -> None:
@@ -201,7 +268,8 @@ def test_drafts_do_not_change_the_tokens(
     expected = generate(runner, plan_writer(), requests, 8, chunk=1000)
     for num_right in range(5):
         writer = plan_writer()
-        runner.execute(writer.plan([(i, r.prompt_token_ids.tolist(), 1) for i, r in enumerate(requests)], ()))
+        prompts = [(i, request.prompt_token_ids.tolist(), 1) for i, request in enumerate(requests)]
+        runner.execute(writer.plan(prompts, list(enumerate(requests))))
         work = []
         for row, output in enumerate(expected):
             right = [token for token, _ in output[: 1 + num_right]]

@@ -3,7 +3,8 @@
 A line is a call, the indented lines below it are what it gave. `--update-golden` rewrites those; review them as a diff.
 
     config num_blocks=4 block_size=4      SchedulerConfig; once, first
-    add a prompt=10 max=4 [min= eos= stop= priority= deadline= salt= bypass=1]
+    add a prompt=10 max=4 [min= eos= stop= priority= deadline= salt= bypass=1 n=]
+                                          outputs of several are a, a.1, a.2
     cancel a | pause a | resume a
     step [now=5]                          schedule
     apply [a=17 b=5,6>7,8 c=failed]       the result and, behind >, drafts for the next step to verify; a sequence
@@ -64,10 +65,11 @@ class Script:
             deadline_ns=int(options.pop("deadline", 0)),
             cache_salt=options.pop("salt", name),
             bypass_prefix_cache=options.pop("bypass", "") == "1",
+            num_outputs=int(options.pop("n", 1)),
         )
         assert not options
         self.scheduler.add(request, self.now_ns)
-        self.names.append(name)
+        self.names += [name] + [f"{name}.{i}" for i in range(1, request.num_outputs)]
         return []
 
     def cancel(self, name: str) -> list[str]:

@@ -54,6 +54,7 @@ class Twins:
         self.next_key = 0
         self.keys: list[int] = []
         self.streams: dict[int, list[int]] = {}
+        self.scored: dict[int, list[int]] = {}
         self.plan: StepPlan | None = None
 
     def call(self, method: str, *args: object) -> object:
@@ -71,6 +72,8 @@ class Twins:
         family: int,
         cache_salt: str,
         bypass_prefix_cache: bool,
+        num_outputs: int,
+        want_prompt_logprobs: bool,
     ) -> None:
         prompt = np.arange(num_prompt, dtype=np.int32) // (1 + family) % NUM_TOKEN_IDS
         deadline_ns = 0 if time_left is None else self.now_ns + time_left
@@ -82,18 +85,24 @@ class Twins:
             deadline_ns=deadline_ns,
             cache_salt=cache_salt,
             bypass_prefix_cache=bypass_prefix_cache,
+            num_outputs=num_outputs,
+            want_prompt_logprobs=want_prompt_logprobs,
         )
+        keys = range(self.next_key, self.next_key + num_outputs)
         if self.call("add", request, self.now_ns) is None:
-            self.keys.append(self.next_key)
-            self.streams[self.next_key] = []
-        self.next_key += 1
+            self.keys += keys
+            self.streams |= {key: [] for key in keys}
+            self.scored |= {key: [] for key in keys}
+        self.next_key += num_outputs
 
     def schedule(self, passed: int) -> None:
         self.now_ns += passed
         self.plan = self.real.schedule(self.now_ns)
         assert_equal(self.plan, self.reference.schedule(self.now_ns))
         active = [self.reference.sequences[key] for key in self.keys]
-        assert self.plan.num_sequences or all(s.is_paused or s.finish_reason for s in active), "nobody makes progress"
+        assert self.plan.num_sequences or all(not s.is_ready or s.finish_reason for s in active), (
+            "nobody makes progress"
+        )
         self.check_state()
 
     def apply(self, random: Random, num_token_ids: int = NUM_TOKEN_IDS) -> None:
@@ -122,10 +131,12 @@ class Twins:
             np.array(failed, np.bool_),
             drafts=Drafts(draft_offsets, draft_token_ids) if random.random() < 0.9 else None,
         )
+        plan_scored = self.plan.scored_token_ids.copy()
         update = self.real.apply(result)
         assert_equal(update, self.reference.apply(result))
         self.plan = None
         self.follow(update)
+        self.follow_scores(update, plan_scored)
         self.check_state()
 
     def follow(self, update: StepUpdate) -> None:
@@ -142,6 +153,20 @@ class Twins:
         for key in self.keys:
             sequence = self.reference.sequences[key]
             assert sequence.tokens[sequence.num_prompt :] == self.streams[key]
+
+    def follow_scores(self, update: StepUpdate, plan_scored: np.ndarray) -> None:
+        """Every prompt token but the first is scored once, in order, before the sequence has a token."""
+        scored = plan_scored[update.scored_indices].tolist()
+        for record in update.sequences:
+            key, num_scored = int(record["request_key"]), int(record["num_scored"])
+            self.scored[key] += scored[:num_scored]
+            del scored[:num_scored]
+            sequence = self.reference.sequences.get(key)
+            if sequence is not None:
+                expected = sequence.tokens[1 : sequence.num_prompt] if sequence.request.want_prompt_logprobs else []
+                assert self.scored[key] == expected[: len(self.scored[key])]
+                assert len(self.scored[key]) == len(expected) or not self.streams[key]
+        assert not scored
 
     def check_state(self) -> None:
         self.real.check_invariants()
@@ -193,6 +218,8 @@ class BothSchedulers(RuleBasedStateMachine):
         family=st.integers(0, 2),
         cache_salt=st.sampled_from(["", "", "a", "b"]),
         bypass_prefix_cache=st.sampled_from([False, False, False, True]),
+        num_outputs=st.sampled_from([1, 1, 2, 3]),
+        want_prompt_logprobs=st.booleans(),
     )
     def add(
         self,
@@ -238,7 +265,7 @@ BothSchedulers.TestCase.settings = settings(
 TestBothSchedulers = BothSchedulers.TestCase
 
 
-def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None, int, str, bool]:
+def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None, int, str, bool, int, bool]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
@@ -251,6 +278,8 @@ def random_request(random: Random) -> tuple[int, StoppingParams, int, int | None
         random.choice([0, 0, 1, 2]),
         random.choice(["", "", "", "a"]),
         random.random() < 0.1,
+        random.choice([1, 1, 1, 2, 4]),
+        random.random() < 0.2,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
-from foreword.gpu.backends.sampling import Samples, SamplingBatch, TokenMasks
+from foreword.gpu.backends.sampling import HistoryCounts, LogitBiases, Samples, SamplingBatch, TokenMasks
 from foreword.gpu.backends.sampling_state import mask_words
 
 NAN, INF = float("nan"), float("inf")
@@ -19,17 +19,25 @@ Sample = Callable[..., Samples]
 
 
 def parameters(rows: int, **changes: Any) -> SamplingBatch:
-    """Greedy rows without limits, changed by keyword (a scalar holds for all rows)."""
+    """Greedy rows without limits, changed by keyword (a scalar holds for all rows).
+
+    `biases` and `history` are for all rows: what is added to the logits of ids, how often ids are in the output.
+    """
     values: dict[str, Any] = {
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
         "seed": 0,
         "position": 0,
         "want_logprob": True,
     } | changes
     masks = values.pop("masks", TokenMasks(np.zeros((0, 1), np.uint32), np.full(rows, -1, np.int32)))
+    biases, history = values.pop("biases", {}), values.pop("history", {})
     masked = [list(ids) for ids in values.pop("masked_ids", [[]] * rows)]
     masked_ids = np.zeros((rows, max(1, *map(len, masked))), np.int32)
     for row, ids in enumerate(masked):
@@ -39,14 +47,29 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "top_k": np.int32,
         "top_p": np.float32,
         "min_p": np.float32,
+        "typical_p": np.float32,
+        "repetition_penalty": np.float32,
+        "frequency_penalty": np.float32,
+        "presence_penalty": np.float32,
         "seed": np.uint64,
         "position": np.int64,
         "want_logprob": np.bool_,
     }
     arrays = {name: np.broadcast_to(values[name], rows).astype(dtype) for name, dtype in dtypes.items()}
     return SamplingBatch(
-        masks=masks, masked_ids=masked_ids, num_masked=np.array([len(m) for m in masked], np.int32), **arrays
+        biases=LogitBiases(*table(biases, np.float32), np.zeros(rows, np.int32)),
+        masks=masks,
+        history=HistoryCounts(*table(history, np.int32), np.zeros(rows, np.int32)),
+        masked_ids=masked_ids,
+        num_masked=np.array([len(m) for m in masked], np.int32),
+        **arrays,
     )
+
+
+def table(entries: dict[int, float], dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One list of ids and values, with the offsets of a table that holds nothing else."""
+    offsets = np.array([0, len(entries)], np.int32)
+    return offsets, np.array(list(entries), np.int32), np.array(list(entries.values()), dtype)
 
 
 @pytest.fixture(params=["numpy", "float32", "bfloat16"])
@@ -170,6 +193,65 @@ def test_a_masked_nan_still_fails(sample: Sample) -> None:
     assert sample([[NAN, 1.0]], masked_ids=[[0]]).failed[0]
 
 
+# Bias and penalties
+
+
+def test_bias_is_added_to_logits(sample: Sample) -> None:
+    logits = np.array([[1.0, 2.0, 3.0, -4.0]], np.float32)
+    assert sample(logits, biases={3: 8.0}).token_ids[0] == 3
+    assert sample(logits, biases={0: 2.5, 2: -100.0}).token_ids[0] == 0
+    assert sample(logits, biases={0: 100.0}, masked_ids=[[0]]).token_ids[0] == 2
+    samples = sample(logits, biases={3: 100.0})
+    assert samples.logprobs[0] == pytest.approx(-4 - np.log(np.exp(logits[0]).sum()), abs=1e-5)
+
+
+def test_bias_cannot_bring_back_what_the_model_excludes(sample: Sample) -> None:
+    assert sample([[-INF, 1.0]], biases={0: 100.0}).token_ids[0] == 1
+    assert sample([[-INF, -INF]], biases={0: 100.0}).failed[0]
+
+
+def test_repetition_penalty_lowers_logits_of_either_sign(sample: Sample) -> None:
+    """Dividing a negative logit would raise its probability."""
+    logits = [[2.0, 1.5, -1.0, -1.5]]
+    assert sample(logits, history={0: 0}, repetition_penalty=2.0).token_ids[0] == 1
+    masked = [[0, 1]]
+    assert sample(logits, history={2: 0}, repetition_penalty=2.0, masked_ids=masked).token_ids[0] == 3
+    assert sample(logits, history={3: 0}, repetition_penalty=0.5, masked_ids=masked).token_ids[0] == 3
+
+
+def test_frequency_counts_and_presence_does_not(sample: Sample) -> None:
+    logits = [[3.0, 2.0, 1.0]]
+    assert sample(logits, history={0: 1, 1: 1}, frequency_penalty=1.25).token_ids[0] == 0
+    assert sample(logits, history={0: 2, 1: 1}, frequency_penalty=1.25).token_ids[0] == 2
+    assert sample(logits, history={0: 9, 1: 1}, presence_penalty=0.75).token_ids[0] == 0
+    assert sample(logits, history={0: 1, 1: 1}, presence_penalty=2.0).token_ids[0] == 0
+    assert sample(logits, history={0: 1}, presence_penalty=1.25).token_ids[0] == 1
+    assert sample(logits, history={2: 4}, frequency_penalty=-1.0).token_ids[0] == 2
+
+
+def test_the_prompt_counts_for_repetition_only(sample: Sample) -> None:
+    logits = [[3.0, 2.5]]
+    assert sample(logits, history={0: 0}, frequency_penalty=2.0, presence_penalty=2.0).token_ids[0] == 0
+    assert sample(logits, history={0: 0}, repetition_penalty=1.5).token_ids[0] == 1
+
+
+def test_penalties_follow_bias_and_masks(sample: Sample) -> None:
+    # 1 + 4 = 5 is halved to 2.5; were the penalty first, 0.5 + 4 = 4.5 would win
+    assert sample([[1.0, 3.0]], biases={0: 4.0}, history={0: 1}, repetition_penalty=2.0).token_ids[0] == 1
+    samples = sample([[1.0, -3.0]], history={0: 3}, frequency_penalty=-2.0, masked_ids=[[0]])
+    assert samples.token_ids[0] == 1
+
+
+def test_penalties_keep_logits_finite(sample: Sample) -> None:
+    for repetition in (1e-38, 10.0):
+        logits = [[1e38, 5e37, -1e38, -INF]]
+        samples = sample(
+            logits, history={0: 1, 1: 1, 2: 1, 3: 1}, repetition_penalty=repetition, temperature=[1.0], top_p=0.9
+        )
+        assert not samples.failed[0]
+        assert samples.token_ids[0] in (0, 1)
+
+
 # Log probabilities
 
 
@@ -242,6 +324,25 @@ def test_min_p(sample: Sample) -> None:
     assert drawn_ids(sample, logits, min_p=0.5, temperature=2.0) == {0, 1, 2}
 
 
+def test_typical_p(sample: Sample) -> None:
+    # masses 0.5, 0.25, 0.125, 0.0625, 0.0625; information 1 to 4 bits, entropy 1.875 bits: id 1 is nearest, then 0, 2
+    logits = [np.log(0.5), np.log(0.25), np.log(0.125), np.log(0.0625), np.log(0.0625)]
+    logits = [round(x * 64) / 64 for x in logits]
+    assert drawn_ids(sample, logits, typical_p=0.2) == {1}
+    assert drawn_ids(sample, logits, typical_p=0.7) == {0, 1}
+    assert drawn_ids(sample, logits, typical_p=0.8) == {0, 1, 2}
+    assert drawn_ids(sample, logits, typical_p=0.9) == {0, 1, 2, 3, 4}
+    assert drawn_ids(sample, logits, typical_p=1.0) == {0, 1, 2, 3, 4}
+
+
+def test_typical_p_works_on_what_the_others_kept(sample: Sample) -> None:
+    # of three ids with masses 4/7, 2/7, 1/7 and an entropy of 1.38 bits the first, of 0.81 bits, and the second, of
+    # 1.81 bits, are nearest in turn: which one shows that the entropy is that of the three
+    logits = [2.0, 1.3125, 0.625, -0.0625, -0.0625]
+    assert drawn_ids(sample, logits, typical_p=0.2) == {1}
+    assert drawn_ids(sample, logits, typical_p=0.2, top_k=2) == {0}
+
+
 def test_truncation_ignores_what_cannot_be_drawn(sample: Sample) -> None:
     assert drawn_ids(sample, [-INF, 1.0, -INF, 0.5, 0.25], top_k=4) == {1, 3, 4}
     assert drawn_ids(sample, [-INF, 1.0, -INF, 0.5, 0.25], top_p=0.999) == {1, 3, 4}
@@ -294,6 +395,12 @@ def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
         "top_k": rng.choice([0, 1, 20, 40], rows),
         "top_p": rng.choice([1.0, 0.95, 0.5, 0.05], rows),
         "min_p": rng.choice([0.0, 0.05, 0.3], rows),
+        "typical_p": rng.choice([1.0, 0.9, 0.5], rows),
+        "repetition_penalty": rng.choice([1.0, 1.3, 0.7], rows),
+        "frequency_penalty": rng.choice([0.0, 0.3, -0.2], rows),
+        "presence_penalty": rng.choice([0.0, 1.1], rows),
+        "biases": {int(i): float(v) for i, v in zip(rng.integers(0, vocab, 9), rng.normal(0, 5, 9), strict=True)},
+        "history": dict(zip(rng.permutation(vocab)[:40].tolist(), rng.integers(0, 5, 40).tolist(), strict=True)),
         "seed": rng.integers(0, 2**63, rows) * 2 + 1,
         "position": rng.integers(0, 2**31, rows),
         "masked_ids": [rng.integers(0, vocab, 3) for _ in range(rows)],
@@ -306,3 +413,61 @@ def test_cpu_draws_what_the_oracle_draws(vocab: int) -> None:
             actual = backend.sample(torch.from_numpy(logits).to(dtype), parameters(rows, **changes))
             np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
             np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-6)
+
+
+# Scores
+
+
+@pytest.mark.parametrize("vocab", [3, 8, 63, 64, 1000])
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_scores_are_those_of_the_oracle(vocab: int, num_top: int) -> None:
+    logits = normal(6, vocab)
+    logits[1] = 0.5
+    logits[2, ::2] = -INF
+    rows = np.array([5, 0, 1, 1, 2], np.int32)
+    token_ids = np.array([0, vocab - 1, vocab // 2, 0, 1], np.int32)
+    expected = NumpyBackend().score(logits, rows, token_ids, num_top)
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = CpuBackend(str(dtype).removeprefix("torch."), num_threads=2)
+        actual = backend.score(torch.from_numpy(logits).to(dtype), rows, token_ids, num_top)
+        for name in ("ranks", "top_token_ids"):
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+        for name in ("logprobs", "top_logprobs"):
+            np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5, rtol=1e-6)
+
+
+def test_the_rank_counts_more_probable_tokens() -> None:
+    backend = CpuBackend("float32", num_threads=1)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -INF]])
+    scores = backend.score(logits.expand(5, 5).contiguous(), int32(range(5)), int32(range(5)), 3)
+    assert scores.ranks.tolist() == [4, 1, 3, 1, 5]
+    assert scores.top_token_ids.reshape(5, 3).tolist() == [[1, 3, 2]] * 5
+
+
+def test_a_score_equals_the_logprob_that_came_with_the_draw(dtype: str) -> None:
+    """Of the model's own distribution, whatever changed the draw."""
+    backend = CpuBackend(dtype, num_threads=2)
+    logits = torch.from_numpy(normal(20, 777)).to(getattr(torch, dtype))
+    drawn = backend.sample(logits, parameters(20, temperature=3.0, seed=np.arange(20), biases={3: 20.0}))
+    scores = backend.score(logits, int32(range(20)), drawn.token_ids, 2)
+    assert scores.logprobs.tolist() == drawn.logprobs.tolist()
+    best = scores.ranks == 1
+    assert scores.top_logprobs[::2][best].tolist() == drawn.logprobs[best].tolist()
+
+
+def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary() -> None:
+    logits = normal(3, 40)
+    logits[1, 7] = NAN
+    logits[2] = NAN
+    scores = CpuBackend("float32", num_threads=1).score(
+        torch.from_numpy(logits), int32([0, 1, 2]), int32([1, 2, 3]), 20
+    )
+    assert np.isnan(scores.logprobs).tolist() == [False, True, True]
+    assert np.isnan(scores.top_logprobs[20:]).all()
+    for ids in scores.top_token_ids.reshape(3, 20):
+        assert len(set(ids.tolist())) == 20
+        assert ((ids >= 0) & (ids < 40)).all()
+
+
+def int32(values: Any) -> np.ndarray:
+    return np.array(values, np.int32)

@@ -37,8 +37,8 @@ class Rows:
     ) -> tuple[StepPlan, SamplingBatch]:
         """Plan a token and drafts for rows; the plan and what may be drawn."""
         plan = self.writer.plan([(row, ids, len(ids)) for row, ids in work.items()], admitted, outputs)
-        for row, request in plan.admitted:
-            self.state.admit(row, request)
+        for i, (row, request) in enumerate(plan.admitted):
+            self.state.admit(row, request, plan.output_token_ids[plan.output_offsets[i] : plan.output_offsets[i + 1]])
         self.guided.admit(plan)
         return plan, self.guided.restrict(plan, self.state.select(plan))
 

@@ -13,7 +13,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import CheckpointError, ForewordError
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import FinishReason, StepPlan, StepResult
+from foreword.scheduler.step import FinishReason, StepPlan, StepResult, TokenScores
 from foreword.service.engine.config import EngineConfig
 from foreword.service.engine.engine import Engine
 from foreword.service.engine.messages import EngineInfo, StepHeader
@@ -48,7 +48,16 @@ class FakeRunner:
             logprobs=np.full(len(token_ids), -0.5, np.float32),
             failed=np.zeros(plan.num_sequences, np.bool_),
             model_duration_ns=int(self.step_s * 1e9),
+            scores=scores_of(token_ids),
+            prompt_scores=scores_of(plan.scored_token_ids) if len(plan.scored_token_ids) else None,
         )
+
+
+def scores_of(token_ids: npt.NDArray[np.int32]) -> TokenScores:
+    """Scores that tell which token they belong to."""
+    ids = token_ids.astype(np.int32)
+    top = np.stack([ids, ids + 1], axis=1).ravel()
+    return TokenScores(-ids.astype(np.float32), ids + 5, 2, top, top.astype(np.float32))
 
 
 def make_engine(config: EngineConfig, runner: FakeRunner) -> Engine:
@@ -137,17 +146,29 @@ class RecordingSink:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.scored_prompt_ids: list[int] = []
         self.num_updates = 0
         self.finish_reason = FinishReason.NONE
         self.error: ForewordError | None = None
         self.headers: list[StepHeader] = []
 
     def on_step(
-        self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+        self,
+        header: StepHeader,
+        update: np.void,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None = None,
+        prompt_scores: TokenScores | None = None,
     ) -> None:
         assert not self.ended, "nothing follows the last update"
         assert len(token_ids) == len(logprobs) == update["num_tokens"]
         self.headers.append(header)
+        if scores is not None:
+            assert (scores.ranks - 5).tolist() == scores.top_token_ids[::2].tolist() == token_ids.tolist()
+        if prompt_scores is not None:
+            self.scored_prompt_ids += (prompt_scores.ranks - 5).tolist()
+            assert len(prompt_scores.ranks) == len(prompt_scores.top_token_ids) // 2 == update["num_scored"]
         self.num_updates += 1
         self.token_ids += token_ids.tolist()
         self.logprobs += logprobs.tolist()

@@ -217,6 +217,20 @@ async def test_a_deadline_ends_a_generation(serve: Serve, connect: Connect) -> N
     await idle(client, thread)
 
 
+async def test_scores_reach_the_sequence_they_are_of(serve: Serve, connect: Connect) -> None:
+    """Sinks check those of tokens; prompts of two front ends are scored in the same steps."""
+    thread = serve(step_s=0.001, max_num_batched_tokens=16, max_num_sequences=8)
+    clients = [await connect(thread, front_end) for front_end in (0, 1)]
+    started = [
+        (length, await start(client, num_prompt_tokens=length, want_prompt_logprobs=length % 5 > 0))
+        for length in (1, 2, 10, 41, 23)
+        for client in clients
+    ]
+    for length, (_, sink) in started:
+        await until(lambda sink=sink: sink.ended)
+        assert sink.scored_prompt_ids == (list(range(2, length + 1)) if length % 5 else [])
+
+
 class FaultySink(RecordingSink):
     def on_step(self, *news: object) -> None:
         raise LookupError("a mistake")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from foreword.scheduler.request import Request, SamplingParams, StoppingParams
-from foreword.scheduler.step import SEQUENCE_UPDATE, SchedulerLoad
+from foreword.scheduler.step import SEQUENCE_UPDATE, SchedulerLoad, TokenScores
 from foreword.service.engine.codec import Codec
 from foreword.service.engine.messages import (
     Admitted,
@@ -48,7 +48,21 @@ requests = st.builds(
     request_key=int64s,
     prompt_token_ids=arrays(np.int32),
     stopping=st.builds(StoppingParams, counts, counts, ids, ids),
-    sampling=st.builds(SamplingParams, floats, counts, floats, floats, st.integers(0, 2**64 - 1)),
+    sampling=st.builds(
+        SamplingParams,
+        temperature=floats,
+        top_k=counts,
+        top_p=floats,
+        min_p=floats,
+        typical_p=floats,
+        repetition_penalty=floats,
+        frequency_penalty=floats,
+        presence_penalty=floats,
+        logit_bias=st.lists(st.tuples(int32s, floats), max_size=5).map(tuple),
+        allowed_token_ids=ids,
+        banned_token_ids=ids,
+        seed=st.integers(0, 2**64 - 1),
+    ),
     arrival_ns=int64s,
     deadline_ns=int64s,
     priority=int32s,
@@ -56,9 +70,16 @@ requests = st.builds(
     cache_salt=texts,
     bypass_prefix_cache=st.booleans(),
     want_logprobs=st.booleans(),
+    grammar=texts,
+    want_ranks=st.booleans(),
+    want_prompt_logprobs=st.booleans(),
+    num_top_logprobs=counts,
 )
 infos = st.builds(
     EngineInfo, texts, texts, texts, texts, counts, int64s, counts, counts, counts, counts, counts, floats
+)
+token_scores = st.builds(
+    TokenScores, arrays(np.float32), arrays(np.int32), counts, arrays(np.int32), arrays(np.float32)
 )
 headers = st.builds(StepHeader, counts, int64s, int64s, int64s, int64s, counts, counts, loads)
 messages: st.SearchStrategy[Message] = st.one_of(
@@ -70,7 +91,15 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Resume, int64s),
     st.builds(Admitted, int64s),
     st.builds(Refused, int64s, st.builds(ErrorRecord, texts, texts, st.dictionaries(texts, texts, max_size=3))),
-    st.builds(StepReport, headers, arrays(SEQUENCE_UPDATE), arrays(np.int32), arrays(np.float32)),
+    st.builds(
+        StepReport,
+        headers,
+        arrays(SEQUENCE_UPDATE),
+        arrays(np.int32),
+        arrays(np.float32),
+        st.none() | token_scores,
+        st.none() | token_scores,
+    ),
 )
 
 

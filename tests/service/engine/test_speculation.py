@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,6 +169,34 @@ def test_tokens_are_the_same_for_every_draft_length(
         assert together[key].text == squeezed[key].text == plain[key].text
     for key in (2, 5):
         assert generate(runner, [request(key)], ngram(num_drafts))[key].text == plain[key].text
+
+
+PROCESSORS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"repetition_penalty": 0.8, "logit_bias": ((40, 6.0), (41, 6.0)), "typical_p": 0.9},
+    {"banned_token_ids": tuple(range(0, 49152, 4)), "presence_penalty": -0.5, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_processors_give_the_same_tokens_for_every_draft_length(runner: ModelRunner, num_drafts: int) -> None:
+    """Penalties count the drafts before a position, and no rejected ones, and none twice after a preemption."""
+    requests = [request(key) for key in range(4)]
+    requests = [
+        replace(r, sampling=replace(r.sampling, **fields)) for r, fields in zip(requests, PROCESSORS, strict=True)
+    ]
+    expected = generate(runner, requests, None)
+    right = scripts(expected)
+    squeezed = generate(runner, requests, ngram(num_drafts), num_blocks=5, budget=24)
+    for outputs in (
+        squeezed,
+        generate(runner, requests, ngram(num_drafts)),
+        generate(runner, requests, speculator(ScriptedDrafter(right, num_drafts=num_drafts))),
+        generate(runner, requests, speculator(ScriptedDrafter(right, wrong_by=1, num_drafts=num_drafts))),
+    ):
+        assert {key: output.text for key, output in outputs.items()} == {k: o.text for k, o in expected.items()}
+    assert sum(output.num_preemptions for output in squeezed.values()) > 0
 
 
 @pytest.mark.parametrize("num_drafts", range(6))

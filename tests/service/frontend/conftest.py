@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
 from foreword.scheduler.errors import EngineUnavailable, ForewordError
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import SEQUENCE_UPDATE, DraftState, FinishReason, SchedulerLoad, StepKind
+from foreword.scheduler.step import SEQUENCE_UPDATE, DraftState, FinishReason, SchedulerLoad, StepKind, TokenScores
 from foreword.service.config import ServerConfig
 from foreword.service.engine.messages import EngineInfo, GenerationSink, StepHeader
 from foreword.service.frontend.model import ServedModel
@@ -62,9 +62,17 @@ class FakeSequence:
     request: Request
     sink: GenerationSink
     num_steps: int = 0
+    num_scored: int = 1
     first_scheduled_ns: int = 0
     is_paused: bool = False
     calls: list[str] = field(default_factory=list)
+
+
+def scores_of(token_ids: list[int]) -> TokenScores:
+    """Scores that tell which token they belong to: its rank is the id plus 1, and it leads three most probable ones."""
+    ids = np.array(token_ids, np.int32)
+    top = np.stack([ids, ids - 1, ids - 2], axis=1)
+    return TokenScores(-ids.astype(np.float32), ids + 1, 3, top.ravel(), -top.astype(np.float32).ravel())
 
 
 class FakeEngine:
@@ -86,24 +94,27 @@ class FakeEngine:
         self._next_key = 0
         self._step_id = 0
 
-    def new_request_key(self) -> int:
-        self._next_key += 1
-        return self._next_key
+    def new_request_key(self, num_outputs: int = 1) -> int:
+        request_key = self._next_key + 1
+        self._next_key += num_outputs
+        return request_key
 
     async def submit(self, request: Request, sink: GenerationSink) -> None:
         if not self.ready:
             raise EngineUnavailable("the engine is restarting")
-        sequence = FakeSequence(request, sink)
         self.submitted.append(request)
-        self.sequences[request.request_key] = sequence
+        for index, request_key in enumerate(request.output_keys):
+            self.sequences[request_key] = FakeSequence(request.output(index), sink)
         self._arrived.set()
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
-            self.forget(request.request_key)
+            for request_key in request.output_keys:
+                self.forget(request_key)
             raise
         if self.refusal is not None:
-            del self.sequences[request.request_key]
+            for request_key in request.output_keys:
+                del self.sequences[request_key]
             raise self.refusal
 
     def cancel(self, request_key: int) -> None:
@@ -154,7 +165,16 @@ class FakeEngine:
                 update[name] = value
             if finish:
                 del self.sequences[sequence.request.request_key]
-            sequence.sink.on_step(header, update[()], np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32))
+            start = sequence.num_scored = sequence.num_scored + int(update["num_scored"])
+            prompt_ids = sequence.request.prompt_token_ids[start - int(update["num_scored"]) : start]
+            sequence.sink.on_step(
+                header,
+                update[()],
+                np.array(ids, np.int32),
+                np.full(len(ids), -0.5, np.float32),
+                scores_of(ids),
+                scores_of(prompt_ids.tolist()) if len(prompt_ids) else None,
+            )
 
     def fail(self, error: ForewordError) -> None:
         """Die: every sequence fails."""

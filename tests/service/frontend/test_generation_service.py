@@ -19,10 +19,11 @@ from foreword.scheduler.errors import (
     EngineUnavailable,
     QueueFull,
 )
+from foreword.scheduler.request import SamplingParams
 from foreword.scheduler.step import FinishReason
 from foreword.service.config import ServerConfig
 from foreword.service.text.processor import TextProcessor
-from foreword.v1 import chat_pb2, generation_pb2, stopping_pb2, timing_pb2, tokens_pb2
+from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, stopping_pb2, timing_pb2, tokens_pb2
 from foreword.v1.generation_service_pb2 import (
     CANCEL_OUTCOME_ALREADY_FINISHED,
     CANCEL_OUTCOME_CANCELLED,
@@ -149,6 +150,40 @@ async def test_effective_values_are_echoed(harness: Harness) -> None:
     assert started.priority == request.priority == 3
 
 
+async def test_sampling_reaches_the_scheduler_and_is_echoed(harness: Harness) -> None:
+    sampling = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 9,
+        "min_p": 0.125,
+        "typical_p": 0.25,
+        "frequency_penalty": -1.5,
+        "presence_penalty": 1.25,
+        "repetition_penalty": 1.5,
+        "seed": 4,
+        "output_count": 1,
+        "logit_bias": {7: -1.5, 2: 3.0},
+        "allowed_token_ids": [7, 2, 3],
+        "banned_token_ids": [3],
+    }
+    started = (await complete(harness, harness.generation.GenerateText(unary(sampling=sampling)), "a")).started
+    assert started.sampling == sampling_pb2.SamplingConfig(**sampling)
+    assert harness.engine.submitted[0].sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=9,
+        min_p=0.125,
+        typical_p=0.25,
+        frequency_penalty=-1.5,
+        presence_penalty=1.25,
+        repetition_penalty=1.5,
+        seed=4,
+        logit_bias=((2, 3.0), (7, -1.5)),
+        allowed_token_ids=(7, 2, 3),
+        banned_token_ids=(3,),
+    )
+
+
 async def test_what_was_echoed_can_be_requested_again(harness: Harness) -> None:
     first = (await complete(harness, harness.generation.GenerateText(unary()), "a")).started
     again = unary(
@@ -232,17 +267,23 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"output": {"timing_level": 17}}, "output.timing_level"),
     ({"priority": 101}, "priority"),
     ({"priority": -101}, "priority"),
-    ({"sampling": {"output_count": 2}}, "sampling.output_count"),
+    ({"sampling": {"output_count": 0}}, "sampling.output_count"),
+    ({"sampling": {"output_count": 17}}, "sampling.output_count"),
+    ({"sampling": {"output_count": -1}}, "sampling.output_count"),
     ({"sampling": {"allowed_token_ids": [5, 300]}}, "sampling.allowed_token_ids[1]"),
     ({"sampling": {"allowed_token_ids": [1] * 16_385}}, "sampling.allowed_token_ids"),
     ({"sampling": {"banned_token_ids": [-1]}}, "sampling.banned_token_ids[0]"),
     ({"sampling": {"banned_token_ids": [2**31 - 1]}}, "sampling.banned_token_ids[0]"),
     ({"sampling": {"allowed_token_ids": [1, 2], "banned_token_ids": [2, 3, 1]}}, "sampling.banned_token_ids"),
-    ({"sampling": {"frequency_penalty": 0.5}}, "sampling.frequency_penalty"),
-    ({"sampling": {"logit_bias": {1: 2.0}}}, "sampling.logit_bias"),
-    ({"output": {"top_logprob_count": 1}}, "output.top_logprob_count"),
-    ({"output": {"prompt_logprobs": True}}, "output.prompt_logprobs"),
-    ({"output": {"echo_prompt": True}}, "output.echo_prompt"),
+    ({"sampling": {"frequency_penalty": 2.5}}, "sampling.frequency_penalty"),
+    ({"sampling": {"logit_bias": {-1: 2.0}}}, "sampling.logit_bias"),
+    ({"sampling": {"logit_bias": {300: 2.0}}}, "sampling.logit_bias"),
+    ({"sampling": {"logit_bias": {2**31 - 1: 2.0}}}, "sampling.logit_bias"),
+    ({"sampling": {"logit_bias": {1: 2.0, 7: math.nan}}}, "sampling.logit_bias[7]"),
+    ({"sampling": {"logit_bias": {7: -100.5}}}, "sampling.logit_bias[7]"),
+    ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 0.0)}}, "sampling.logit_bias"),
+    ({"output": {"top_logprob_count": 21}}, "output.top_logprob_count"),
+    ({"output": {"prefill_progress": True}}, "output.prefill_progress"),
     ({"constraint": {}}, "constraint"),
     ({"constraint": {"regex": "a" * 16_385}}, "constraint.regex"),
     ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
@@ -488,7 +529,7 @@ async def test_rpc_deadline_holds_although_the_engine_is_silent(
     [sequence] = await harness.engine.arrival()
     failure = await asyncio.wait_for(failure_of(call), 5)
     assert (failure.code, failure.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-    assert harness.engine.forgotten == [sequence.request.request_key]
+    assert set(harness.engine.forgotten) == {sequence.request.request_key}
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.CONTEXT_LIMIT])
