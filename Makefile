@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-speculation wheel-smoke clean
+.PHONY: help setup build run demo test check fix proto bench-serving bench-scheduler bench-speculation bench-quality wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -52,6 +52,9 @@ bench-scheduler: $(VENV)/.built ## Cost of the scheduler's steps at 64 to 4,096 
 
 bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six kinds at 1, 4 and 16 streams, as JSON lines.
 	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+
+bench-quality: $(VENV)/.built ## Divergence of each number format from float32, as JSON lines; fails below the bar.
+	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh
