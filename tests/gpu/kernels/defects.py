@@ -93,9 +93,7 @@ ATTENTION = (
     Defect("window one too wide", TENSOR, "position - window + 1", "position - window", (PLAIN,)),
     Defect("block of the next tokens", SHARED, "blocks + first / BLOCK", "blocks + first / BLOCK + 1", (ADDRESS,)),
     Defect("tokens past the end are copied", SHARED, "first + t < range.end;", "true;", (PLAIN,)),
-    Defect(
-        "misaligned copy", SHARED, "v_cache + base + c * VECTOR", "v_cache + base + c * VECTOR + 1", (PLAIN, SHUFFLED)
-    ),
+    Defect("misaligned copy", SHARED, "v_cache + from + i", "v_cache + from + 1 + i", (PLAIN, SHUFFLED)),
     Defect("fold ignores the maximum", SHARED, "exp2_fast(max - joint)", "1.f", (PLAIN,)),
     Defect("cap at half", SHARED, "__fdividef(2.f, soft_cap)", "__fdividef(1.f, soft_cap)", (PLAIN,)),
     Defect("one split too few", MERGE, "s < item.num_splits", "s < item.num_splits - 1", (PLAIN,)),
