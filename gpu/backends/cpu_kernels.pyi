@@ -86,8 +86,8 @@ def sample(
 ) -> None:
     """Draw a token from each row of logits, element `[L, vocab]`.
 
-    scratch: float32 `[num_threads, SAMPLING_SCRATCH_ROWS * vocab rounded up to NOISE_LANES]`. Writes the arrays of samples; leaves token
-    and logprob of a failed row alone.
+    scratch: float32 `[num_threads, SAMPLING_SCRATCH_ROWS * vocab rounded up to NOISE_LANES]`. Writes the arrays of
+    samples; leaves token and logprob of a failed row alone.
     """
 
 def score(
