@@ -1,6 +1,6 @@
 """Kernels under sanitizers, and planted defects; run by `make test-kernels-full`, too slow for `make test`.
 
-As a program, `sanitized.py FOLDER SEED` checks the kernels of a folder.
+As a program, `sanitized.py FOLDER SEED CASE` checks the kernels of a folder by a case of `CASES`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from pathlib import Path
 
 import attention_case
 import pytest
+import row_case
 import simt
-from defects import ADDRESS, ATTENTION, PLAIN, SHUFFLED, THREAD, Defect
+from defects import ADDRESS, ATTENTION, PLAIN, ROW, SHUFFLED, THREAD, Defect
 
 from foreword.gpu.kernels.table import FOLDER
 
 LIBRARIES = {ADDRESS: ("libasan.so", "libubsan.so"), THREAD: ("libtsan.so",)}
 MODES = (PLAIN, SHUFFLED, ADDRESS, THREAD)
+CASES = {"attention": attention_case.check, "row": row_case.check}
 
 
-def run(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, mode: str, case: str) -> subprocess.CompletedProcess[str]:
     """Check the kernels of a folder in a process of their own."""
     libraries = [
         subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
@@ -38,7 +40,11 @@ def run(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
     }
     seed = "7" if mode == SHUFFLED else "0"
     return subprocess.run(
-        [sys.executable, __file__, str(folder), seed], env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, __file__, str(folder), seed, case],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
 
 
@@ -50,27 +56,29 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_sound_kernels_pass(mode: str) -> None:
-    process = run(FOLDER, mode)
+def test_sound_kernels_pass(mode: str, case: str) -> None:
+    process = run(FOLDER, mode, case)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(
-    ("defect", "mode"),
+    ("case", "defect", "mode"),
     [
-        pytest.param(defect, mode, id=f"{defect.file}: {defect.name}-{mode}")
-        for defect in ATTENTION
+        pytest.param(case, defect, mode, id=f"{defect.file}: {defect.name}-{mode}")
+        for case, defects in (("attention", ATTENTION), ("row", ROW))
+        for defect in defects
         for mode in defect.noticed_by
     ],
 )
-def test_defects_are_noticed(defect: Defect, mode: str, copy: Path) -> None:
+def test_defects_are_noticed(case: str, defect: Defect, mode: str, copy: Path) -> None:
     defect.plant(copy)
-    process = run(copy, mode)
+    process = run(copy, mode, case)
     assert process.returncode != 0
     marks = ("AssertionError", "LaunchError", "Sanitizer", "runtime error")
     assert any(mark in process.stderr + process.stdout for mark in marks), process.stderr
 
 
 if __name__ == "__main__":
-    attention_case.check(Path(sys.argv[1]), int(sys.argv[2]))
+    CASES[sys.argv[3]](Path(sys.argv[1]), int(sys.argv[2]))
