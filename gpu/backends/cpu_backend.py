@@ -205,7 +205,8 @@ class CpuBackend(Backend[torch.Tensor]):
     def sample(self, logits: torch.Tensor, params: SamplingBatch) -> Samples:
         rows, vocab = logits.shape
         samples = Samples(np.zeros(rows, np.int32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
-        scratch_size = self._num_threads * 3 * -(-vocab // cpu_kernels.NOISE_LANES) * cpu_kernels.NOISE_LANES
+        padded = -(-vocab // cpu_kernels.NOISE_LANES) * cpu_kernels.NOISE_LANES
+        scratch_size = self._num_threads * cpu_kernels.SAMPLING_SCRATCH_ROWS * padded
         if len(self._scratch) < scratch_size:
             self._scratch = torch.empty(scratch_size)
         cpu_kernels.sample(

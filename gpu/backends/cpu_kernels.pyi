@@ -14,6 +14,7 @@ from foreword.scheduler.step import TokenScores
 VECTOR_LANES: int
 HEAD_DIM_LIMIT: int
 NOISE_LANES: int
+SAMPLING_SCRATCH_ROWS: int
 
 class PagedCache:
     """One layer of the KV cache.
@@ -85,8 +86,8 @@ def sample(
 ) -> None:
     """Draw a token from each row of logits, element `[L, vocab]`.
 
-    scratch: float32 `[num_threads, 3 * vocab rounded up to NOISE_LANES]`. Writes the arrays of samples; leaves token
-    and logprob of a failed row alone.
+    scratch: float32 `[num_threads, SAMPLING_SCRATCH_ROWS * vocab rounded up to NOISE_LANES]`. Writes the arrays of
+    samples; leaves token and logprob of a failed row alone.
     """
 
 def score(

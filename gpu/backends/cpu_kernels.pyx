@@ -30,6 +30,7 @@ cdef extern from "cpu_kernels.h" nogil:
 cdef extern from "cpu_sampling.h" nogil:
     enum:
         NOISE_IDS
+        SCRATCH_ROWS
     ctypedef struct sampling_batch:
         const float *temperature
         const int32_t *top_k
@@ -65,6 +66,7 @@ cdef extern from "cpu_sampling.h" nogil:
 VECTOR_LANES = LANES
 HEAD_DIM_LIMIT = MAX_HEAD_DIM
 NOISE_LANES = NOISE_IDS
+SAMPLING_SCRATCH_ROWS = SCRATCH_ROWS
 
 # Below this many elements waking other threads costs more than they save.
 cdef int64_t SERIAL_ELEMENTS = 65536
@@ -173,7 +175,7 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     cdef float[::1] logprobs = samples.logprobs
     cdef uint8_t[::1] failed = samples.failed
     cdef int64_t rows = token_ids.shape[0]
-    cdef int64_t scratch_width = 3 * ((vocab + NOISE_IDS - 1) // NOISE_IDS * NOISE_IDS)
+    cdef int64_t scratch_width = SCRATCH_ROWS * ((vocab + NOISE_IDS - 1) // NOISE_IDS * NOISE_IDS)
     cdef int64_t i
     cdef sampling_batch batch
     if rows == 0:

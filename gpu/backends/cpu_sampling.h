@@ -12,8 +12,13 @@ enum {
     PHILOX_WORDS = 4,
     NOISE_COUNTERS = 16, /* of one group of ids */
     NOISE_IDS = PHILOX_WORDS * NOISE_COUNTERS,
+    NOISE_PARTS = NOISE_COUNTERS / LANES,
+    SCRATCH_ROWS = 4, /* the row, what is kept of it, and twice that to search in */
     RADIX_BITS = 11,
-    RADIX_LEVELS = 3
+    RADIX_LEVELS = 3,
+    BIN_COUNT = 512,
+    BINS_PER_UNIT = 16,
+    BIN_LANES = 4 /* lanes add up apart, so that an addition need not wait for the one before */
 };
 
 /* Parameters of every row; see SamplingBatch in sampling.py. */
@@ -76,18 +81,16 @@ INLINE void philox(words counter[PHILOX_WORDS], uint32_t key0, uint32_t key1) {
     }
 }
 
-/* Gumbel noise of ids [NOISE_IDS * group, NOISE_IDS * (group + 1)). */
-INLINE void gumbel_noise(uint64_t seed, uint64_t position, int64_t group, floats noise[NOISE_IDS / LANES]) {
+/* Gumbel noise of every other vector of a group of ids, from vector `part` on. */
+INLINE void gumbel_noise(uint64_t seed, uint64_t position, int64_t group, int part, floats noise[NOISE_IDS / LANES]) {
     words zero = {0};
-    for (int part = 0; part < NOISE_COUNTERS / LANES; part++) {
-        words counter[PHILOX_WORDS] = {(words)LANE_IDS + (uint32_t)(group * NOISE_COUNTERS + part * LANES),
-                                       zero + (uint32_t)position, zero + (uint32_t)(position >> 32), zero};
-        philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
-        for (int w = 0; w < PHILOX_WORDS; w++) {
-            ints odd = (ints)((counter[w] >> 9 << 1) | 1); /* 24 bits, exact in float32, neither 0 nor 2^24 */
-            floats uniform = __builtin_convertvector(odd, floats) * 0x1p-24f;
-            noise[w * (NOISE_COUNTERS / LANES) + part] = -log_of(-log_of(uniform));
-        }
+    words counter[PHILOX_WORDS] = {(words)LANE_IDS + (uint32_t)(group * NOISE_COUNTERS + part * LANES),
+                                   zero + (uint32_t)position, zero + (uint32_t)(position >> 32), zero};
+    philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
+    for (int w = 0; w < PHILOX_WORDS; w++) {
+        ints odd = (ints)((counter[w] >> 9 << 1) | 1); /* 24 bits, exact in float32, neither 0 nor 2^24 */
+        floats uniform = __builtin_convertvector(odd, floats) * 0x1p-24f;
+        noise[w * NOISE_PARTS + part] = -log_of(-log_of(uniform));
     }
 }
 
@@ -147,14 +150,25 @@ INLINE float threshold(float *values, float *masses, int64_t count, double targe
     return key_value(prefix);
 }
 
-/* Copy the values of x that are at least `least` to `values`; returns how many. */
-INLINE int64_t keep_at_least(const float *x, int64_t count, float least, float *values) {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; i++) {
-        values[kept] = x[i];
-        kept += x[i] >= least;
+INLINE int any(ints condition) {
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= condition[i];
+    return found != 0;
+}
+
+/* Copy the values that are at least `least` to the front of `kept`, which may be `values`; returns how many. */
+INLINE int64_t keep_at_least(const float *values, int64_t count, float least, float *kept) {
+    int64_t num_kept = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats v = load_part(values, i, count - i, -INFINITY, 0);
+        ints inside = v >= least;
+        if (!any(inside)) continue;
+        for (int lane = 0; lane < LANES; lane++) {
+            kept[num_kept] = v[lane];
+            num_kept -= inside[lane];
+        }
     }
-    return kept;
+    return num_kept;
 }
 
 /* Logits that are kept. */
@@ -173,57 +187,120 @@ INLINE double masses_of(const float *values, int64_t count, float peak, float te
     return total;
 }
 
+/* Ranges of values by their scaled distance from the peak: BIN_COUNT - 1 of width 1 / BINS_PER_UNIT, one for the rest. */
+typedef struct {
+    double mass[BIN_LANES][BIN_COUNT];
+    float peak, scale;
+} value_bins;
+
+INLINE ints bin_of(floats v, const value_bins *bins) {
+    floats distance = (bins->peak - v) * bins->scale;
+    distance = choose(distance < BIN_COUNT - 1, distance, splat(BIN_COUNT - 1)); /* -inf too */
+    return __builtin_convertvector(distance, ints);
+}
+
+/* Add up the masses of values in their bins: e^((v - peak) / temperature), or 1 when `counted`. -inf has none. */
+INLINE void fill_bins(const float *values, int64_t count, float temperature, int counted, value_bins *bins) {
+    memset(bins->mass, 0, sizeof bins->mass);
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats v = load_part(values, i, count - i, -INFINITY, 0);
+        floats one = choose(v > -INFINITY, splat(1.0f), splat(0.0f));
+        floats mass = counted ? one : exp_of((v - bins->peak) / temperature);
+        ints bin = bin_of(v, bins);
+        for (int lane = 0; lane < LANES; lane++) bins->mass[lane % BIN_LANES][bin[lane]] += mass[lane];
+    }
+}
+
+/* The greatest value v such that the mass of {x >= v} reaches `target`, or `target` of the whole mass unless `counted`;
+ * the least value if none does. A histogram tells the bin, a radix search among the bin's few values the rest.
+ *
+ * scratch: [2 * count]. */
+INLINE float select_value(const float *values, int64_t count, float peak, float temperature, double target, int counted,
+                          float *scratch) {
+    value_bins bins;
+    bins.peak = peak;
+    bins.scale = BINS_PER_UNIT / (counted ? 1.0f : temperature);
+    fill_bins(values, count, temperature, counted, &bins);
+    double mass[BIN_COUNT], total = 0.0, above = 0.0;
+    for (int b = 0; b < BIN_COUNT; b++) {
+        mass[b] = 0.0;
+        for (int lane = 0; lane < BIN_LANES; lane++) mass[b] += bins.mass[lane][b];
+        total += mass[b];
+    }
+    if (!counted) target *= total;
+    int chosen = 0;
+    for (int b = 0; b < BIN_COUNT; b++) {
+        if (mass[b] == 0.0) continue;
+        chosen = b;
+        if (above + mass[b] >= target) break;
+        above += mass[b];
+    }
+    int64_t num_chosen = 0;
+    float *members = scratch, *masses = scratch + count;
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats v = load_part(values, i, count - i, -INFINITY, 0);
+        ints inside = (bin_of(v, &bins) == chosen) & (v > -INFINITY);
+        if (!any(inside)) continue;
+        for (int lane = 0; lane < LANES; lane++) {
+            members[num_chosen] = v[lane];
+            num_chosen -= inside[lane];
+        }
+    }
+    if (!counted) masses_of(members, num_chosen, peak, temperature, masses);
+    return threshold(members, counted ? NULL : masses, num_chosen, target - above);
+}
+
 /* Minus the distance of scaled logits from their mean; information is as far from the entropy, which is its mean. */
 INLINE floats typicality(floats x, float peak, float temperature, float mean) {
     floats distance = (x - peak) / temperature - mean;
     return choose(distance < 0.0f, distance, -distance);
 }
 
-/* What typical-p keeps of the logits from `least` on: those at most so far from the mean, which is a range of logits. */
-INLINE logit_range typical_range(const float *x, int64_t padded, float peak, float least, const sampling_row *row,
-                                 float *scratch) {
-    float *values = scratch, *masses = scratch + padded;
-    int64_t count = keep_at_least(x, padded, least, values);
+/* What typical-p keeps of some logits: those at most so far from the mean, which is a range of logits.
+ *
+ * values: [count], overwritten. masses: [count]. */
+INLINE logit_range typical_range(float *values, int64_t count, float peak, const sampling_row *row, float *masses) {
     double total = masses_of(values, count, peak, row->temperature, masses), sum = 0.0;
     for (int64_t i = 0; i < count; i++)
         if (masses[i] > 0.0f) sum += (double)masses[i] * ((values[i] - peak) / row->temperature);
     float mean = (float)(sum / total);
+    float *distances = masses + count;
     for (int64_t i = 0; i < count; i += LANES) {
         floats v = load_part(values, i, count - i, 0.0f, 0);
-        store_part(values, i, count - i, typicality(v, peak, row->temperature, mean), 0);
+        store_part(distances, i, count - i, typicality(v, peak, row->temperature, mean), 0);
     }
-    floats limit = splat(threshold(values, masses, count, row->typical_p * total));
+    floats limit = splat(threshold(distances, masses, count, row->typical_p * total));
     floats low = splat(INFINITY), high = splat(-INFINITY);
-    for (int64_t i = 0; i < padded; i += LANES) {
-        floats v = load(x, i, 0);
-        ints kept = (v >= least) & (typicality(v, peak, row->temperature, mean) >= limit);
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats v = load_part(values, i, count - i, NAN, 0);
+        ints kept = typicality(v, peak, row->temperature, mean) >= limit;
         low = choose(kept & (v < low), v, low);
         high = choose(kept & (v > high), v, high);
     }
     return (logit_range){-lane_max(-low), lane_max(high)};
 }
 
-/* The logits that top-k, then top-p, min-p and typical-p keep. scratch: [2 * padded vocabulary]. */
+/* The logits that top-k, then top-p, min-p and typical-p keep. scratch: [3 * padded vocabulary]. */
 INLINE logit_range truncation(const float *x, int64_t padded, float peak, const sampling_row *row, float *scratch) {
-    float *values = scratch, *masses = scratch + padded;
+    const float *values = x;
+    float *kept = scratch, *rest = scratch + padded;
+    int64_t count = padded;
     float least = -FLT_MAX;
-    if (row->top_k > 0) {
-        int64_t count = keep_at_least(x, padded, least, values);
-        if (row->top_k < count) least = threshold(values, NULL, count, row->top_k);
+    if (row->top_k > 0 && row->top_k < count) {
+        least = select_value(values, count, peak, 1.0f, row->top_k, 1, rest);
+        count = keep_at_least(values, count, least, kept);
+        values = kept;
     }
-    if (row->top_p < 1.0f) {
-        int64_t count = keep_at_least(x, padded, least, values);
-        double total = masses_of(values, count, peak, row->temperature, masses);
-        least = threshold(values, masses, count, row->top_p * total);
-    }
+    if (row->top_p < 1.0f) least = select_value(values, count, peak, row->temperature, row->top_p, 0, rest);
     if (row->min_p > 0.0f) {
         double bound = peak + (double)row->temperature * log((double)row->min_p);
         float rounded = (float)bound;
         if (rounded < bound) rounded = nextafterf(rounded, INFINITY);
         least = rounded > least ? rounded : least;
     }
-    if (row->typical_p < 1.0f) return typical_range(x, padded, peak, least, row, scratch);
-    return (logit_range){least, INFINITY};
+    if (!(row->typical_p < 1.0f)) return (logit_range){least, INFINITY};
+    count = keep_at_least(values, count, least, kept);
+    return typical_range(kept, count, peak, row, rest);
 }
 
 /* ---- one row -------------------------------------------------------------------------------------------------- */
@@ -249,34 +326,33 @@ INLINE int32_t best_id(const best_lanes *best) {
     return best->id[chosen];
 }
 
-INLINE int any(ints condition) {
-    int32_t found = 0;
-    for (int i = 0; i < LANES; i++) found |= condition[i];
-    return found != 0;
-}
-
 INLINE int32_t greedy_id(const float *x, int64_t padded) {
     best_lanes best = {splat(-INFINITY), LANE_IDS};
     for (int64_t i = 0; i < padded; i += LANES) take_best(&best, load(x, i, 0), LANE_IDS + (int32_t)i);
     return best_id(&best);
 }
 
+/* A draw by the Gumbel-max trick. Ids of which none near is kept get no noise. */
 INLINE int32_t random_id(const float *x, int64_t padded, float peak, logit_range range, const sampling_row *row) {
     best_lanes best = {splat(-INFINITY), LANE_IDS};
     for (int64_t i = 0; i < padded; i += NOISE_IDS) {
-        floats logits[NOISE_IDS / LANES], noise[NOISE_IDS / LANES];
-        ints kept = {0};
-        for (int part = 0; part < NOISE_IDS / LANES; part++) {
-            logits[part] = load(x, i + part * LANES, 0);
-            kept |= (logits[part] >= range.least) & (logits[part] <= range.most);
+        floats logits[NOISE_IDS / LANES], noise[NOISE_IDS / LANES] = {{0}};
+        ints kept[NOISE_IDS / LANES], kept_of_part[NOISE_PARTS] = {{0}};
+        for (int v = 0; v < NOISE_IDS / LANES; v++) {
+            logits[v] = load(x, i + v * LANES, 0);
+            kept[v] = (logits[v] >= range.least) & (logits[v] <= range.most);
+            kept_of_part[v % NOISE_PARTS] |= kept[v];
         }
-        if (!any(kept)) continue;
-        gumbel_noise(row->seed, row->position, i / NOISE_IDS, noise);
-        for (int part = 0; part < NOISE_IDS / LANES; part++) {
-            floats score = (logits[part] - peak) / row->temperature + noise[part];
-            ints is_kept = (logits[part] >= range.least) & (logits[part] <= range.most);
-            score = choose(is_kept, score, splat(-INFINITY));
-            take_best(&best, score, LANE_IDS + (int32_t)(i + part * LANES));
+        int is_kept = 0;
+        for (int part = 0; part < NOISE_PARTS; part++) {
+            if (!any(kept_of_part[part])) continue;
+            gumbel_noise(row->seed, row->position, i / NOISE_IDS, part, noise);
+            is_kept = 1;
+        }
+        if (!is_kept) continue;
+        for (int v = 0; v < NOISE_IDS / LANES; v++) {
+            floats score = (logits[v] - peak) / row->temperature + noise[v];
+            take_best(&best, choose(kept[v], score, splat(-INFINITY)), LANE_IDS + (int32_t)(i + v * LANES));
         }
     }
     return best_id(&best);
@@ -366,7 +442,7 @@ INLINE int sample_body(const void *logits, int64_t vocab, const sampling_batch *
 
 /* Draw a token from row i of logits [rows, vocab]. False, and nothing written, when the row cannot be sampled.
  *
- * scratch: [3 * vocab rounded up to NOISE_IDS]. */
+ * scratch: [SCRATCH_ROWS * vocab rounded up to NOISE_IDS]. */
 CPU_CLONES static int sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i,
                                    float *scratch, int32_t *token, float *logprob, int bf16) {
     if (bf16) return sample_body(logits, vocab, batch, i, scratch, token, logprob, 1);

@@ -20,13 +20,15 @@ from foreword.scheduler.errors import (
     InvalidField,
 )
 from foreword.scheduler.request import Request, StoppingParams
-from foreword.scheduler.step import FinishReason, StepKind
+from foreword.scheduler.step import FinishReason, StepKind, TokenScores
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Finish, Output, Record
+from foreword.service.frontend.prompt_echo import PromptEcho, PromptPart
 from foreword.service.frontend.settings import Chat, GenerationSettings
 from foreword.service.frontend.timeline import Timeline
+from foreword.service.frontend.validation import check_scored_prompt
 from foreword.service.status import RpcDeadlineExceeded
 
 _log = structlog.get_logger(__name__)
@@ -106,6 +108,7 @@ class Generation:
         self._request_key = engine.new_request_key(settings.num_outputs)
         self._last_step_id = self._last_prefill_step_id = 0
         self._cancel_requested = False
+        self._prompt: PromptEcho | None = None
         self._paused_ns = 0
         self._watchdog: asyncio.TimerHandle | None = None
         self._eos_token_ids = () if settings.ignore_eos else model.eos_token_ids
@@ -157,6 +160,8 @@ class Generation:
             self.timeline.tokenize_ns = time.monotonic_ns()
             self.counts.num_prompt = len(prompt_token_ids)
             request = self._request(prompt_token_ids)
+            if self.settings.echo_prompt or self.settings.prompt_logprobs:
+                self._prompt = PromptEcho(self.settings, self._model.text.vocabulary, prompt_token_ids)
             if self.error is not None:
                 raise self.error
             if self._cancel_requested:
@@ -202,13 +207,27 @@ class Generation:
             self._resume(now_ns)
         return [delta for output in self.outputs if (delta := output.take())]
 
+    def take_prompt(self) -> PromptPart | None:
+        """The prompt, or the part of it that came since the last time, if it is to be returned."""
+        return self._prompt.take() if self._prompt else None
+
     def on_step(
-        self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+        self,
+        header: StepHeader,
+        update: np.void,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None = None,
+        prompt_scores: TokenScores | None = None,
     ) -> None:
         """Take one record with its tokens."""
         try:
             record = Record._make(update.item())
-            self._advance(self.outputs[record.request_key - self._request_key], header, record, token_ids, logprobs)
+            if record.num_scored and prompt_scores is not None and self._prompt is not None:
+                self._prompt.push(prompt_scores)
+                self._notify(self)
+            output = self.outputs[record.request_key - self._request_key]
+            self._advance(output, header, record, token_ids, logprobs, scores)
         except Exception:
             _log.error("generation failed", request_id=self.settings.request_id, exc_info=True)
             self.fail(EngineFault("internal error; the server's log has the details"))
@@ -259,6 +278,8 @@ class Generation:
                 f"must be at most {self.max_output_tokens}, which is what the context leaves room for, "
                 f"got {settings.min_output_tokens}",
             )
+        if settings.prompt_logprobs:
+            check_scored_prompt("output.prompt_logprobs", len(prompt_token_ids))
         deadline_ns = self.timeline.receive_ns + settings.max_duration_ns
         if self._rpc_deadline_ns is not None:
             deadline_ns = min(deadline_ns, self._rpc_deadline_ns)
@@ -278,6 +299,9 @@ class Generation:
             cache_salt=settings.cache_salt,
             bypass_prefix_cache=settings.bypass_prefix_cache,
             want_logprobs=settings.logprobs,
+            want_ranks=settings.ranks,
+            num_top_logprobs=settings.num_top_logprobs,
+            want_prompt_logprobs=settings.prompt_logprobs,
             max_draft_tokens=settings.max_draft_tokens,
             num_outputs=settings.num_outputs,
         )
@@ -306,10 +330,11 @@ class Generation:
         record: Record,
         token_ids: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None,
     ) -> None:
         now_ns = time.monotonic_ns()
         self._count(output, header, record)
-        output.push(header, record, token_ids, logprobs, now_ns)
+        output.push(header, record, token_ids, logprobs, scores, now_ns)
         reason = FinishReason(record.finish_reason)
         if reason and output.matched_stop is None:
             output.flush(now_ns, drop_last=reason in _STOPS)

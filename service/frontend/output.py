@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason
+from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason, TokenScores
 from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.settings import GenerationSettings, TimingLevel
 from foreword.service.frontend.steps import StepLedger, StepShare
 from foreword.service.frontend.timeline import Delivery
+from foreword.service.frontend.token_columns import TokenColumns
 from foreword.service.text.detokenizer import IncrementalDetokenizer, TextDelta
 from foreword.service.text.vocabulary import Vocabulary
 
@@ -63,12 +63,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an output gained. `token_ids` and `logprobs` are parallel; `steps` is empty below `TimingLevel.STEP`."""
+    """What an output gained. `steps` is empty below `TimingLevel.STEP`."""
 
     output_index: int
     text: str
-    token_ids: array[int]
-    logprobs: array[float]
+    tokens: TokenColumns
     steps: list[StepShare]
 
 
@@ -114,6 +113,8 @@ class Output:
         self.finish: Finish | None = None
         self._is_streamed = is_streamed
         self._has_logprobs = settings.logprobs
+        self._has_ranks = settings.ranks
+        self._num_top = settings.num_top_logprobs
         self._detokenizer = IncrementalDetokenizer(
             vocabulary,
             settings.stop_strings,
@@ -121,9 +122,9 @@ class Output:
             min_output_tokens=settings.min_output_tokens,
             stop_token_ids=set(end_token_ids),
         )
-        self._held_ids, self._held_logprobs = array("i"), array("f")
+        self._held = TokenColumns(self._num_top)
         self._text: list[str] = []
-        self._ids, self._logprobs = array("i"), array("f")
+        self._released = TokenColumns(self._num_top)
         self._ledger = StepLedger() if settings.timing_level is TimingLevel.STEP else None
 
     @property
@@ -142,6 +143,7 @@ class Output:
         record: Record,
         token_ids: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
+        scores: TokenScores | None,
         now_ns: int,
     ) -> None:
         """Take one record with its tokens, and release those that are complete characters and part of no stop."""
@@ -149,9 +151,7 @@ class Output:
         if not record.num_tokens:
             return
         ids = token_ids.tolist()
-        self._held_ids.extend(ids)
-        if self._has_logprobs:
-            self._held_logprobs.frombytes(logprobs.tobytes())
+        self._held.append(token_ids, logprobs if self._has_logprobs else None, scores, has_ranks=self._has_ranks)
         if self._ledger:
             self._ledger.add(header, record.step_kind, record.num_drafted, record.num_accepted, len(ids), now_ns)
         self._release(self._detokenizer.push(ids), now_ns)
@@ -169,11 +169,11 @@ class Output:
 
     def take(self) -> Delta | None:
         """What was released since the last time; `None` when nothing was."""
-        if not (self._text or self._ids):
+        if not (self._text or self._released):
             return None
         steps = self._ledger.take() if self._ledger else []
-        delta = Delta(self.index, "".join(self._text), self._ids, self._logprobs, steps)
-        self._text, self._ids, self._logprobs = [], array("i"), array("f")
+        delta = Delta(self.index, "".join(self._text), self._released, steps)
+        self._text, self._released = [], TokenColumns(self._num_top)
         return delta
 
     def _release(self, released: TextDelta, now_ns: int) -> None:
@@ -183,10 +183,7 @@ class Output:
             self._text.append(released.text)
         if not num_tokens:
             return
-        self._ids.extend(self._held_ids[:num_tokens])
-        del self._held_ids[:num_tokens]
-        self._logprobs.extend(self._held_logprobs[:num_tokens])
-        del self._held_logprobs[:num_tokens]
+        self._held.move(num_tokens, self._released)
         self.num_tokens += num_tokens
         self.num_waiting += num_tokens
         if self._ledger:

@@ -17,6 +17,7 @@ from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, speculation_pb2,
 
 DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
+MAX_TOP_LOGPROBS = 20
 MAX_OUTPUTS = 16
 
 SUPPORTED_FIELDS = frozenset(
@@ -49,6 +50,10 @@ SUPPORTED_FIELDS = frozenset(
         "stopping.include_stop",
         "stopping.max_generation_duration",
         "output.logprobs",
+        "output.ranks",
+        "output.top_logprob_count",
+        "output.prompt_logprobs",
+        "output.echo_prompt",
         "output.return_token_ids",
         "output.return_token_bytes",
         "output.timing_level",
@@ -103,6 +108,7 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     validation.check_stop_strings("stopping.stop_strings", stopping.stop_strings)
     validation.check_count("stopping.stop_token_ids", len(stopping.stop_token_ids))
     validation.check_token_ids("stopping.stop_token_ids", np.array(stopping.stop_token_ids, np.int32), info.vocab_size)
+    validation.check_number("output.top_logprob_count", output.top_logprob_count, 0, MAX_TOP_LOGPROBS)
     validation.check_number("priority", spec.priority, -100, 100)
     validation.check_cache_salt("cache.cache_salt", spec.cache.cache_salt)
     max_draft_tokens = _read_max_draft_tokens(spec.speculation, info)
@@ -121,6 +127,10 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         return_token_ids=output.return_token_ids if output.HasField("return_token_ids") else True,
         return_token_bytes=output.return_token_bytes,
         logprobs=output.logprobs,
+        ranks=output.ranks,
+        num_top_logprobs=output.top_logprob_count,
+        prompt_logprobs=output.prompt_logprobs,
+        echo_prompt=output.echo_prompt,
         timing_level=_read_timing_level(output.timing_level),
         priority=spec.priority,
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,

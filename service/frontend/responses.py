@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -17,10 +17,12 @@ from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Output
+from foreword.service.frontend.prompt_echo import PromptPart
 from foreword.service.frontend.requests import DEFAULT_SAMPLING, SUPPORTED_FIELDS
 from foreword.service.frontend.settings import TimingLevel
 from foreword.service.frontend.steps import StepShare
 from foreword.service.frontend.timeline import Delivery, Timeline, inter_token_latency
+from foreword.service.frontend.token_columns import TokenColumns
 from foreword.v1 import (
     cache_pb2,
     engine_pb2,
@@ -32,6 +34,7 @@ from foreword.v1 import (
     speculation_pb2,
     stopping_pb2,
     timing_pb2,
+    tokens_pb2,
     usage_pb2,
 )
 
@@ -91,6 +94,10 @@ class GenerationConverter:
             ),
             output=output_pb2.OutputConfig(
                 logprobs=settings.logprobs,
+                ranks=settings.ranks,
+                top_logprob_count=settings.num_top_logprobs,
+                prompt_logprobs=settings.prompt_logprobs,
+                echo_prompt=settings.echo_prompt,
                 return_token_ids=settings.return_token_ids,
                 return_token_bytes=settings.return_token_bytes,
                 coalesce_token_count=1,
@@ -113,7 +120,10 @@ class GenerationConverter:
     def news(self) -> list[generation_pb2.GenerationEvent]:
         """Take what came since the last time, as events, once with how each output and the generation ended."""
         generation = self._generation
-        events = [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
+        events = []
+        if prompt := generation.take_prompt():
+            events.append(generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(prompt)))
+        events += [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
         for output in generation.outputs:
             if output.finish is not None and output.index not in self._reported:
                 self._reported.add(output.index)
@@ -131,13 +141,17 @@ class GenerationConverter:
 
     def response(self) -> generation_service_pb2.GenerateTextResponse:
         """Everything in one message, once the generation has finished."""
+        prompt = self._generation.take_prompt()
         contents = {delta.output_index: self._delta(delta) for delta in self._generation.take()}
         outputs = [
             generation_pb2.Output(content=contents.get(output.index), finished=self._output_finished(output))
             for output in self._generation.outputs
         ]
         return generation_service_pb2.GenerateTextResponse(
-            started=self.started(), outputs=outputs, finished=self._finished()
+            started=self.started(),
+            prompt=None if prompt is None else self._prompt_delta(prompt),
+            outputs=outputs,
+            finished=self._finished(),
         )
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
@@ -158,15 +172,45 @@ class GenerationConverter:
         }
         return tuple((f"foreword-{key}", str(value)) for key, value in summary.items() if value is not None)
 
+    def _prompt_delta(self, part: PromptPart) -> generation_pb2.PromptDelta:
+        tokens = part.tokens
+        top_logprobs = self._top_logprobs(tokens)
+        if part.first_position == 0 and top_logprobs:
+            top_logprobs[0].Clear()
+        return generation_pb2.PromptDelta(
+            first_position=part.first_position,
+            text=part.text,
+            token_ids=tokens.token_ids if self._settings.return_token_ids else (),
+            logprobs=tokens.logprobs,
+            ranks=tokens.ranks,
+            top_logprobs=top_logprobs,
+            token_bytes=self._token_bytes(tokens.token_ids),
+        )
+
+    def _top_logprobs(self, tokens: TokenColumns) -> list[tokens_pb2.TopLogprobs]:
+        num_top = tokens.num_top
+        return [
+            tokens_pb2.TopLogprobs(
+                token_ids=tokens.top_token_ids[start : start + num_top],
+                logprobs=tokens.top_logprobs[start : start + num_top],
+                token_bytes=self._token_bytes(tokens.top_token_ids[start : start + num_top]),
+            )
+            for start in range(0, len(tokens.top_token_ids), num_top or 1)
+        ]
+
+    def _token_bytes(self, token_ids: Iterable[int]) -> Iterable[bytes]:
+        return map(self._model.text.vocabulary.bytes_of, token_ids) if self._settings.return_token_bytes else ()
+
     def _delta(self, delta: Delta) -> generation_pb2.OutputDelta:
-        bytes_of = self._model.text.vocabulary.bytes_of
-        timeline = self._generation.timeline
+        tokens, timeline = delta.tokens, self._generation.timeline
         return generation_pb2.OutputDelta(
             output_index=delta.output_index,
             text=delta.text,
-            token_ids=delta.token_ids if self._settings.return_token_ids else (),
-            logprobs=delta.logprobs,
-            token_bytes=map(bytes_of, delta.token_ids) if self._settings.return_token_bytes else (),
+            token_ids=tokens.token_ids if self._settings.return_token_ids else (),
+            logprobs=tokens.logprobs,
+            ranks=tokens.ranks,
+            top_logprobs=self._top_logprobs(tokens),
+            token_bytes=self._token_bytes(tokens.token_ids),
             step_timings=[_step_timing(step, timeline) for step in delta.steps],
         )
 

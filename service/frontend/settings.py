@@ -50,6 +50,10 @@ class GenerationSettings:
         return_token_ids: return ids next to the text.
         return_token_bytes: return each token's bytes.
         logprobs: return each token's log probability.
+        ranks: return each token's rank.
+        num_top_logprobs: return so many most probable tokens at each position.
+        prompt_logprobs: return what is returned of output tokens of the prompt's tokens too.
+        echo_prompt: return the prompt.
         timing_level: how much timing to return.
         priority: a higher one is served first.
         bypass_prefix_cache: neither read nor feed the prefix cache.
@@ -72,6 +76,10 @@ class GenerationSettings:
     return_token_ids: bool
     return_token_bytes: bool
     logprobs: bool
+    ranks: bool
+    num_top_logprobs: int
+    prompt_logprobs: bool
+    echo_prompt: bool
     timing_level: TimingLevel
     priority: int
     bypass_prefix_cache: bool

@@ -19,6 +19,9 @@ MAX_STOP_BYTES = 16_384
 MAX_MASK_IDS = 16_384
 """Ids that a generation may name as allowed, and as banned."""
 
+MAX_SCORED_PROMPT = 8192
+"""Tokens of a prompt that is scored; with 20 most probable tokens at each and their bytes, 2.5 MiB in one message."""
+
 MAX_MESSAGES = 4096
 """Turns of a conversation."""
 
@@ -112,6 +115,18 @@ def check_stop_strings(path: str, stop_strings: Collection[str]) -> None:
             raise InvalidField(f"{path}[{index}]", f"must have 1 to 1,024 bytes, has {size}")
     if sum(sizes) > MAX_STOP_BYTES:
         raise InvalidField(path, f"must have at most {MAX_STOP_BYTES:,} bytes in all, have {sum(sizes):,}")
+
+
+def check_scored_prompt(path: str, num_tokens: int) -> None:
+    """Require a prompt of at most 8,192 tokens.
+
+    Raises:
+        InvalidField: it has more.
+    """
+    if num_tokens > MAX_SCORED_PROMPT:
+        raise InvalidField(
+            path, f"must be unset for prompts of more than {MAX_SCORED_PROMPT:,} tokens, this one has {num_tokens:,}"
+        )
 
 
 def check_cache_salt(path: str, salt: str) -> None:

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
 from foreword.scheduler.errors import EngineUnavailable, ForewordError
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import SEQUENCE_UPDATE, DraftState, FinishReason, SchedulerLoad, StepKind
+from foreword.scheduler.step import SEQUENCE_UPDATE, DraftState, FinishReason, SchedulerLoad, StepKind, TokenScores
 from foreword.service.config import ServerConfig
 from foreword.service.engine.messages import EngineInfo, GenerationSink, StepHeader
 from foreword.service.frontend.model import ServedModel
@@ -62,9 +62,17 @@ class FakeSequence:
     request: Request
     sink: GenerationSink
     num_steps: int = 0
+    num_scored: int = 1
     first_scheduled_ns: int = 0
     is_paused: bool = False
     calls: list[str] = field(default_factory=list)
+
+
+def scores_of(token_ids: list[int]) -> TokenScores:
+    """Scores that tell which token they belong to: its rank is the id plus 1, and it leads three most probable ones."""
+    ids = np.array(token_ids, np.int32)
+    top = np.stack([ids, ids - 1, ids - 2], axis=1)
+    return TokenScores(-ids.astype(np.float32), ids + 1, 3, top.ravel(), -top.astype(np.float32).ravel())
 
 
 class FakeEngine:
@@ -157,7 +165,16 @@ class FakeEngine:
                 update[name] = value
             if finish:
                 del self.sequences[sequence.request.request_key]
-            sequence.sink.on_step(header, update[()], np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32))
+            start = sequence.num_scored = sequence.num_scored + int(update["num_scored"])
+            prompt_ids = sequence.request.prompt_token_ids[start - int(update["num_scored"]) : start]
+            sequence.sink.on_step(
+                header,
+                update[()],
+                np.array(ids, np.int32),
+                np.full(len(ids), -0.5, np.float32),
+                scores_of(ids),
+                scores_of(prompt_ids.tolist()) if len(prompt_ids) else None,
+            )
 
     def fail(self, error: ForewordError) -> None:
         """Die: every sequence fails."""

@@ -1,0 +1,84 @@
+"""A generation's prompt on its way back to the caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.scheduler.step import TokenScores
+from foreword.service.frontend.settings import GenerationSettings
+from foreword.service.frontend.token_columns import TokenColumns
+from foreword.service.text.detokenizer import IncrementalDetokenizer
+from foreword.service.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Tokens of the prompt with their text.
+
+    Attributes:
+        first_position: of the first token in the prompt.
+        text: empty unless it was asked for.
+        tokens: what is returned of each. The first token of a prompt has no probability: its scores are NaN and 0.
+    """
+
+    first_position: int
+    text: str
+    tokens: TokenColumns
+
+
+class PromptEcho:
+    """Returns the prompt at once or, when its tokens are to be scored, as scores arrive."""
+
+    def __init__(self, settings: GenerationSettings, vocabulary: Vocabulary, token_ids: npt.NDArray[np.int32]) -> None:
+        """Begin with nothing or with all of it.
+
+        Args:
+            settings: of the generation.
+            vocabulary: spells tokens.
+            token_ids: `[P]` the prompt.
+        """
+        self._settings = settings
+        self._token_ids = token_ids
+        self._num_pushed = 0
+        self._num_taken = 0
+        self._detokenizer = IncrementalDetokenizer(vocabulary) if settings.echo_prompt else None
+        self._held = TokenColumns(settings.num_top_logprobs)
+        self._released = TokenColumns(settings.num_top_logprobs)
+        self._text: list[str] = []
+        if settings.prompt_logprobs:
+            num_top = settings.num_top_logprobs
+            nothing = np.zeros(num_top, np.int32), np.zeros(num_top, np.float32)
+            self.push(TokenScores(np.full(1, np.nan, np.float32), np.zeros(1, np.int32), num_top, *nothing))
+        else:
+            self._push(len(token_ids), None)
+
+    def push(self, scores: TokenScores) -> None:
+        """Take the scores of the next tokens."""
+        self._push(len(scores.ranks), scores)
+
+    def take(self) -> PromptPart | None:
+        """What came since the last time; `None` when nothing did."""
+        if not len(self._released):
+            return None
+        part = PromptPart(self._num_taken, "".join(self._text), self._released)
+        self._num_taken += len(part.tokens)
+        self._text, self._released = [], TokenColumns(self._settings.num_top_logprobs)
+        return part
+
+    def _push(self, num_tokens: int, scores: TokenScores | None) -> None:
+        token_ids = self._token_ids[self._num_pushed : self._num_pushed + num_tokens]
+        self._num_pushed += num_tokens
+        logprobs = None if scores is None else scores.logprobs
+        self._held.append(token_ids, logprobs, scores, has_ranks=self._settings.ranks)
+        if self._detokenizer is None:
+            self._held.move(num_tokens, self._released)
+            return
+        deltas = [self._detokenizer.push(token_ids.tolist())]
+        if self._num_pushed == len(self._token_ids):
+            deltas.append(self._detokenizer.finish())
+        for delta in deltas:
+            self._text.append(delta.text)
+            self._held.move(delta.num_tokens, self._released)
