@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,8 +86,8 @@ class OutputsSink:
         self.outputs: defaultdict[int, RecordingSink] = defaultdict(RecordingSink)
         self.num_failures = 0
 
-    def on_step(self, header: StepHeader, update: np.void, *news: object) -> None:
-        self.outputs[int(update["request_key"])].on_step(header, update, *news)  # type: ignore[arg-type]
+    def on_step(self, header: StepHeader, update: np.void, *news: Any) -> None:
+        self.outputs[int(update["request_key"])].on_step(header, update, *news)
 
     def on_failure(self, error: ForewordError) -> None:
         self.num_failures += 1
