@@ -1,7 +1,7 @@
 """What the scheduler costs, without a device. Prints one JSON line per case; times are medians over the rounds.
 
 decode      schedule + apply with every sequence decoding, plan and update arrays included; blocks fill up (and are
-            hashed) as they would, each sequence at its own time; with --vllm-python the same of vLLM's V1 scheduler
+            hashed) as they would, each sequence at its own time
 verify      the same with 3 drafts a sequence, all accepted; `ns_per_row_over_decode` is what they add
             `instructions_per_row` of both: counted by valgrind, null without it; does not depend on what else runs
 memory      what one more row of the batch allocates, its token of the budget and its block table entry included
@@ -187,8 +187,9 @@ def eviction_ns() -> float:
 def take_steps(case: str, num_rows: int, num_steps: int) -> None:
     """What `instructions_per_row` counts, in a process of its own."""
     scheduler = decoding(num_rows, 8 * BLOCK_SIZE)
+    drafts = drafts_for(num_rows) if case == "verify" else None
     for _ in range(num_steps):
-        step(scheduler, drafts_for(num_rows) if case == "verify" else None)
+        step(scheduler, drafts)
 
 
 def instructions_per_row(case: str, num_rows: int) -> float | None:
@@ -233,13 +234,6 @@ def bytes_per_row() -> float | None:
     return (allocated(many) - allocated(few)) / (many - few)
 
 
-def vllm_us_per_step(python: str, rows: list[int], num_rounds: int) -> dict[int, float]:
-    """The V1 scheduler of vLLM at the same work, run by the interpreter that it is installed for."""
-    command = [python, HERE / "vllm_scheduler.py", "--rounds", str(num_rounds), "--rows", *map(str, rows)]
-    output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()
-    return {line["rows"]: line["us_per_step"] for line in map(json.loads, output)}
-
-
 def timed(call: Callable[[], object]) -> int:
     """Nanoseconds of a call."""
     start = time.perf_counter_ns()
@@ -262,10 +256,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM, to measure its scheduler too")
     arguments = parser.parse_args()
     rounds = arguments.rounds
-    vllm = vllm_us_per_step(arguments.vllm_python, arguments.rows, rounds) if arguments.vllm_python else {}
     for num_rows in arguments.rows:
         decode, verify = decode_ns(num_rows, rounds), verify_ns(num_rows, rounds)
         show(
@@ -274,8 +266,6 @@ def main() -> None:
             us_per_step=decode / 1000,
             ns_per_row=decode / num_rows,
             instructions_per_row=instructions_per_row("decode", num_rows),
-            vllm_us_per_step=vllm.get(num_rows),
-            ratio=1000 * vllm[num_rows] / decode if vllm else None,
         )
         show(
             case="verify",
