@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation gpu-check simulate sanitize wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -70,6 +70,9 @@ simulate: $(VENV)/.built ## Random workloads against the scheduler: SEEDS of the
 
 sanitize: $(VENV)/.dev build ## Build the scheduler with sanitizers for addresses and undefined behaviour and test it.
 	@bash tests/sanitize.sh
+
+bench-quality: $(VENV)/.built ## Divergence of each number format from float32, as JSON lines; fails below the bar.
+	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh

@@ -3,6 +3,8 @@
 decode      schedule + apply with every sequence decoding, plan and update arrays included; blocks fill up (and are
             hashed) as they would, each sequence at its own time
 verify      the same with 3 drafts a sequence, all accepted; `ns_per_row_over_decode` is what they add
+            `instructions_per_row` of both: counted by valgrind, null without it; does not depend on what else runs
+memory      what one more row of the batch allocates, its token of the budget and its block table entry included
 admission   add + schedule + apply of one request whose prompt is cached, less an empty step: for a prompt without
             a full block, and for each block (hashed, found and held) beyond
 cancel      of a decoding sequence, and for each block that it holds
@@ -12,10 +14,16 @@ eviction    what a block costs more when it is taken from 100,000 cached ones in
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import re
+import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +36,7 @@ BLOCK_SIZE = 16
 NUM_DRAFTS = 3
 NUM_CACHED_BLOCKS = 100_000
 NUM_PROMPT_BLOCKS = 1000
+HERE = Path(__file__).parent
 
 
 def new_scheduler(num_rows: int, num_blocks: int, budget: int, max_model_len: int) -> Scheduler:
@@ -102,13 +111,18 @@ def decode_ns(num_rows: int, num_rounds: int) -> float:
     return median(sum(step(scheduler) for _ in range(BLOCK_SIZE)) / BLOCK_SIZE for _ in range(num_rounds))
 
 
+def drafts_for(num_rows: int) -> Drafts:
+    """The same for every sequence."""
+    return Drafts(
+        np.arange(0, NUM_DRAFTS * num_rows + 1, NUM_DRAFTS, np.int32), np.full(NUM_DRAFTS * num_rows, 7, np.int32)
+    )
+
+
 def verify_ns(num_rows: int, num_rounds: int) -> float:
     """Mean of a round of steps in which every sequence fills one block."""
     per_round = BLOCK_SIZE // (NUM_DRAFTS + 1)
     scheduler = decoding(num_rows, (num_rounds + 2) * BLOCK_SIZE)
-    drafts = Drafts(
-        np.arange(0, NUM_DRAFTS * num_rows + 1, NUM_DRAFTS, np.int32), np.full(NUM_DRAFTS * num_rows, 7, np.int32)
-    )
+    drafts = drafts_for(num_rows)
 
     def verification() -> int:
         return step(scheduler, drafts)
@@ -170,6 +184,56 @@ def eviction_ns() -> float:
     return (evicting - free) / NUM_PROMPT_BLOCKS
 
 
+def take_steps(case: str, num_rows: int, num_steps: int) -> None:
+    """What `instructions_per_row` counts, in a process of its own."""
+    scheduler = decoding(num_rows, 8 * BLOCK_SIZE)
+    drafts = drafts_for(num_rows) if case == "verify" else None
+    for _ in range(num_steps):
+        step(scheduler, drafts)
+
+
+def instructions_per_row(case: str, num_rows: int) -> float | None:
+    """Instructions of a step, over steps in which every sequence fills a block; few of them make the result."""
+    if shutil.which("valgrind") is None:
+        return None
+    few, many = 4, 4 + BLOCK_SIZE
+    counts = []
+    for num_steps in (few, many):
+        code = f"import scheduler; scheduler.take_steps({case!r}, {num_rows}, {num_steps})"
+        valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
+        output = subprocess.run([*valgrind, sys.executable, "-c", code], cwd=HERE, stderr=subprocess.PIPE, check=True)
+        counts.append(int(re.search(rb"Collected : (\d+)", output.stderr)[1]))  # type: ignore[index]
+    return (counts[1] - counts[0]) / (many - few) / num_rows
+
+
+def bytes_per_row() -> float | None:
+    """By the C library's own count; null where it keeps none."""
+
+    class Mallinfo2(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in (
+                *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+                *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+            )
+        ]
+
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = Mallinfo2
+
+    def allocated(num_rows: int) -> int:
+        before = mallinfo2()
+        scheduler = Scheduler(SchedulerConfig(1, BLOCK_SIZE, num_rows, num_rows, BLOCK_SIZE, 1))
+        after = mallinfo2()
+        assert scheduler.load().num_running == 0
+        return after.uordblks + after.hblkhd - before.uordblks - before.hblkhd
+
+    few, many = 1 << 14, 1 << 16
+    return (allocated(many) - allocated(few)) / (many - few)
+
+
 def timed(call: Callable[[], object]) -> int:
     """Nanoseconds of a call."""
     start = time.perf_counter_ns()
@@ -193,16 +257,27 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    decode = {num_rows: decode_ns(num_rows, arguments.rounds) for num_rows in arguments.rows}
-    for num_rows, duration in decode.items():
-        show(case="decode", rows=num_rows, us_per_step=duration / 1000, ns_per_row=duration / num_rows)
-    for num_rows, duration in decode.items():
-        added = (verify_ns(num_rows, arguments.rounds) - duration) / num_rows
-        show(case="verify", rows=num_rows, drafts=NUM_DRAFTS, ns_per_row_over_decode=added)
-    rounds = 50 * arguments.rounds
-    few, many = admission_ns(0, rounds), admission_ns(256, rounds)
+    rounds = arguments.rounds
+    for num_rows in arguments.rows:
+        decode, verify = decode_ns(num_rows, rounds), verify_ns(num_rows, rounds)
+        show(
+            case="decode",
+            rows=num_rows,
+            us_per_step=decode / 1000,
+            ns_per_row=decode / num_rows,
+            instructions_per_row=instructions_per_row("decode", num_rows),
+        )
+        show(
+            case="verify",
+            rows=num_rows,
+            drafts=NUM_DRAFTS,
+            ns_per_row_over_decode=(verify - decode) / num_rows,
+            instructions_per_row=instructions_per_row("verify", num_rows),
+        )
+    show(case="memory", bytes_per_row=bytes_per_row())
+    few, many = admission_ns(0, 50 * rounds), admission_ns(256, 50 * rounds)
     show(case="admission", us=few / 1000, us_per_block=(many - few) / 256 / 1000)
-    few, many = cancel_ns(1, rounds), cancel_ns(257, rounds)
+    few, many = cancel_ns(1, 50 * rounds), cancel_ns(257, 50 * rounds)
     show(case="cancel", us=few / 1000, ns_per_block=(many - few) / 256)
     show(case="eviction", cached_blocks=NUM_CACHED_BLOCKS, ns_per_block=eviction_ns())
 

@@ -10,6 +10,7 @@ from foreword.clients.message import Message
 from foreword.clients.session import Session
 from foreword.clients.spec import GenerationOptions, Prompt
 from foreword.clients.stream import AsyncGenerationStream, GenerationStream
+from foreword.v1.constraint_pb2 import Constraint
 
 __all__ = [
     "SERVICE_CONFIG",
@@ -17,6 +18,7 @@ __all__ = [
     "AsyncGenerationStream",
     "AsyncSession",
     "Client",
+    "Constraint",
     "FieldViolation",
     "ForewordClientError",
     "Generation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from foreword.gpu.models.config import ModelConfig
 from foreword.scheduler.errors import ConfigError
@@ -13,9 +14,18 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 2}
 SPECULATION_MODES = ("off", "auto", "ngram")
 
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processor time, or "max", and of each period they are for: what a container may use (cgroup v2)."""
+
+
 def available_cpus() -> int:
-    """Processors this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Processors this process may run on, as far as its container's quota goes; one at least."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):  # no container, or an older kernel
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, -(-int(quota) // int(period))))
 
 
 @dataclass(frozen=True, slots=True)

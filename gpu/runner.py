@@ -120,6 +120,7 @@ class ModelRunner:
             tokens, constraint_reasons = guided_rows.follow(plan, params, tokens)
         self._sampling.append(plan, tokens.offsets, tokens.token_ids)
         scores = self._score(logits, plan, tokens)
+        prompt_scores = self._score_prompts(logits, plan)
         drafts, draft_state = None, DraftState.DISABLED
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
@@ -140,7 +141,7 @@ class ModelRunner:
             draft_state=draft_state,
             constraint_reasons=constraint_reasons,
             scores=scores,
-            prompt_scores=self._score_prompts(logits, plan),
+            prompt_scores=prompt_scores,
         )
 
     def _compute_logits(self, batch: Batch[Any]) -> Any:
@@ -238,9 +239,14 @@ def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:
     """The number format that serves this model fastest on this processor without depending on the batch.
 
-    That is "bfloat16" where the library's bfloat16 products are row-independent, as on processors with instructions for
-    them, and otherwise "float32".
+    That is "int8" where the processor has instructions for integer products; else "bfloat16" where the library's
+    bfloat16 products are row-independent, as on processors with instructions for them; and otherwise "float32".
     """
+    _open_backend("bfloat16", num_threads)
+    from foreword.gpu.backends import cpu_kernels  # after torch, whose OpenMP it shares
+
+    if cpu_kernels.INT8_KERNELS[0] != "plain":
+        return "int8"
     independent = _is_row_independent("bfloat16", num_threads, model.linear_layers, max_num_batched_tokens)
     return "bfloat16" if independent else "float32"
 

@@ -6,6 +6,7 @@ planned. A decoding sequence that finds no block takes those of the last in orde
 planned already. Both cores run without the GIL and allocate nothing.
 """
 
+cimport cython
 from libc.stdint cimport INT32_MAX, INT32_MIN
 from libc.stdlib cimport free, malloc
 
@@ -26,6 +27,7 @@ cdef inline bint is_ready(Sequence* s) noexcept nogil:
     return s.row >= 0 and not s.is_paused and not s.is_awaited and not s.update.finish_reason
 
 
+@cython.final
 cdef class Scheduler:
     def __cinit__(self, config):
         cdef int num_rows = config.max_num_sequences
@@ -408,7 +410,8 @@ cdef class Scheduler:
     cdef int plan(self, int entry, int num_tokens) except -1 nogil:
         """Add a sequence to the plan with its next `num_tokens` tokens, drafts included."""
         cdef Sequence* s = &self.sequences[entry]
-        self.rows.grow(s, s.num_computed + num_tokens)
+        if s.num_computed + num_tokens > s.num_blocks * self.block_size:
+            self.rows.grow(s, s.num_computed + num_tokens)
         self.planned_in(self.step_id)[self.step.num_sequences] = entry
         s.num_planned += 1
         self.step.add(s, self.rows.generations[s.row], self.rows.block_table(s), self.block_size, num_tokens)

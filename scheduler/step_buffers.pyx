@@ -112,7 +112,8 @@ cdef class StepBuffers:
             self.num_prefill_sequences += 1
             self.num_prefill_tokens += num_tokens
         self.add_block_table_updates(s, block_table)
-        self.add_scored(s, start, end)
+        if start < s.num_prompt:
+            self.add_scored(s, start, end)
         # Pointers of its own keep the loops from reading members of `self` again after every write.
         cdef const int32_t* known = s.token_ids + start
         cdef int32_t* token_ids = self.token_ids + t

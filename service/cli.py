@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from foreword.clients import AsyncClient, Client, ForewordClientError, GenerationOptions, Message
+from foreword.clients import AsyncClient, Client, Constraint, ForewordClientError, GenerationOptions, Message
 from foreword.clients.channel import is_loopback
 from foreword.clients.client import DEFAULT_TARGET
 from foreword.scheduler.errors import ConfigError, EngineUnavailable, ForewordError
@@ -23,7 +23,6 @@ from foreword.service.logs import configure_logging
 from foreword.service.terminal import LoadProgress, timing_summary, write_line, write_note, write_piece
 from foreword.service.values import Address
 from foreword.service.version import installed_version
-from foreword.v1.constraint_pb2 import Constraint
 
 DEMO_QUESTION = "What is a foreword? Answer in two sentences."
 DEMO_MAX_OUTPUT_TOKENS = 96

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from foreword.clients import AsyncClient, ForewordClientError, Generation, Message
+from foreword.clients import AsyncClient, Constraint, ForewordClientError, Generation, Message
 from foreword.service.config import ServerConfig
 from foreword.service.server import running_server
-from foreword.v1.constraint_pb2 import Constraint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

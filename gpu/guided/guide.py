@@ -68,9 +68,8 @@ class Guide:
         return self.matcher.consume_token(token_id) and self.matcher.is_stopped() and self.matcher.is_accepting()
 
     def num_allowed(self, draft_ids: list[int]) -> int:
-        """How many of these tokens could come next, one after the other, without ending the output."""
-        end = next((i for i, token_id in enumerate(draft_ids) if token_id in self.end_ids), len(draft_ids))
-        count: int = self.matcher.validate_tokens(draft_ids[:end])
+        """How many of these tokens could come next, one after the other; an end token is none of them."""
+        count: int = self.matcher.validate_tokens(draft_ids)
         if self.matcher.is_error():  # behind a draft, which need not come out
             self.restart()
         return count

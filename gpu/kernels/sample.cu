@@ -74,6 +74,7 @@ __device__ void choose_bin(Scratch& scratch, bool is_first, double count, double
     const double target = is_first ? count + share * total : scratch.target;
     const bool reaches = own && static_cast<double>(before + reached) >= target;
     const unsigned some = __ballot_sync(kFullWarp, own != 0), enough = __ballot_sync(kFullWarp, reaches);
+    __syncwarp();  // before one lane writes what all have read
     if (lane != (enough ? __ffs(enough) - 1 : 31 - __clz(some))) return;
     before += reached - own;
     Key above = before;

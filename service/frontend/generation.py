@@ -433,7 +433,7 @@ class Generation:
             self.fail(
                 InvalidField(
                     self.settings.constraint.path,
-                    f"after {self.counts.num_output} tokens it allows none that the other settings allow, "
+                    f"after {output.num_tokens} tokens it allows none that the other settings allow, "
                     "or has become too complex to be followed",
                 )
             )

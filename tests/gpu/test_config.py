@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foreword.gpu import config
 from foreword.gpu.config import DeviceConfig, kv_cache_bytes_per_block
 from foreword.gpu.models.config import ModelConfig
 from foreword.scheduler.errors import ConfigError
@@ -37,3 +40,18 @@ def test_block_bytes_equal_what_the_cache_takes(
     model = ModelConfig.from_checkpoint(tiny_checkpoint())
     taken = runner.cache.keys.nbytes + runner.cache.values.nbytes
     assert kv_cache_bytes_per_block(model, runner.config.block_size, dtype) * runner.config.num_blocks == taken
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_threads"),
+    [("max 100000", 8), ("50000 100000", 1), ("250000 100000", 3), ("9900000 100000", 8), ("", 8), (None, 8)],
+)
+def test_threads_follow_the_quota_of_the_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str | None, num_threads: int
+) -> None:
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(f"{quota}\n")
+    monkeypatch.setattr(config, "CPU_QUOTA", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert config.available_cpus() == num_threads

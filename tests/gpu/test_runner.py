@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from simt.driver import CheckerDriver
 
+from foreword.gpu.backends import cpu_kernels
 from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.gpu.config import DeviceConfig
-from foreword.gpu.runner import ModelRunner, load_runner
+from foreword.gpu.runner import ModelRunner, best_dtype, load_runner
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import StepResult
 
@@ -93,6 +94,7 @@ def test_together_equals_alone_for_every_chunking(
         assert generate(runner, plan_writer(), requests, 12, chunk) == alone, f"chunks of {chunk}"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_together_equals_alone_on_the_cuda_device(
     new_runner: Callable[..., ModelRunner],
     plan_writer: Callable[..., Any],
@@ -349,3 +351,14 @@ def test_one_openmp_runtime_that_spins_shortly() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "runtimes 1" in done.stdout
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+
+
+@pytest.mark.parametrize(("kernels", "dtypes"), [(("vnni", "plain"), {"int8"}), (("plain",), {"bfloat16", "float32"})])
+def test_the_best_format_is_the_one_that_the_processor_has_instructions_for(
+    new_runner: Callable[..., ModelRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: tuple[str, ...],
+    dtypes: set[str],
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "INT8_KERNELS", kernels)
+    assert best_dtype(new_runner().decoder.config, 1, 64) in dtypes

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
@@ -72,6 +72,7 @@ class Simulation:
             max_num_waiting=random.choice([1, 4, 16, 40]),
             max_num_waiting_tokens=random.choice([10, 400]),
             priority_aging_ns=random.choice([1, 10, 1000]),
+            lookahead=random.choice([0, 1]),
             tenant_weights=(("heavy", random.randint(1, 1000)),),
         )
         self.scheduler = Scheduler(self.config)
@@ -80,6 +81,8 @@ class Simulation:
         self.rate = {name: random.choice([0.0, 0.02, 0.2]) for name in ("cancel", "pause", "deadline", "priority")}
         self.tenants = random.choice([[""], ["heavy", "light"], [f"tenant-{i}" for i in range(200)]])
         self.is_loaded = True
+        self.open: deque[StepPlan] = deque()
+        self.keys: dict[int, int] = {}  # of rows
         self.active: dict[int, Generation] = {}
         self.next_key = 0
         self.now_ns = 0  # latest that the scheduler has seen
@@ -98,7 +101,7 @@ class Simulation:
             self.scheduler.resume(key)
             generation.is_paused = False
         num_steps = 0
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.open:
             self.step()
             num_steps += 1
             assert num_steps < 5000, "this takes for ever"
@@ -190,19 +193,24 @@ class Simulation:
         assert not self.scheduler.cancel(self.next_key)
 
     def step(self) -> None:
-        now_ns = self.now_ns + self.random.choice([-3, 0, 1, 1, 2, 9])
-        self.now_ns = max(self.now_ns, now_ns)
-        plan = self.scheduler.schedule(now_ns)
-        self.scheduler.check_invariants()
-        self.check_plan(plan)
+        """Make the next plan, with lookahead one more, and take the result of the oldest."""
+        while self.scheduler.can_schedule and (not self.open or self.random.random() < 0.8):
+            now_ns = self.now_ns + self.random.choice([-3, 0, 1, 1, 2, 9])
+            self.now_ns = max(self.now_ns, now_ns)
+            plan = self.scheduler.schedule(now_ns)
+            self.scheduler.check_invariants()
+            self.check_plan(plan)
+            self.open.append(plan)
+            self.touch()
+            if self.is_loaded and self.random.random() < 0.3:
+                self.add()
+        plan = self.open.popleft()
         result = self.device.execute(plan)
-        self.touch()
-        if self.is_loaded and self.random.random() < 0.3:
-            self.add()
         update = self.scheduler.apply(result if plan.num_sequences else None)
         self.scheduler.check_invariants()
-        self.check_update(plan, update)
+        self.check_update(update)
         self.counts["steps"] += 1
+        self.counts["steps planned ahead"] += len(self.open)
 
     def is_late(self, generation: Generation) -> bool:
         """Its deadline has passed in a step that has been scheduled."""
@@ -217,8 +225,8 @@ class Simulation:
     def check_plan(self, plan: StepPlan) -> None:
         """Who takes part, and who does not although it could."""
         admitted = {request.request_key for _, request in plan.admitted}
-        rows = self.device.requests | dict(plan.admitted)
-        planned = {rows[row].request_key for row in plan.rows.tolist()}
+        self.keys |= {row: request.request_key for row, request in plan.admitted}
+        planned = {self.keys[row] for row in plan.rows.tolist()}
         assert admitted <= planned
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         for key, generation in self.active.items():
@@ -226,6 +234,8 @@ class Simulation:
                 assert self.is_ready(generation), f"{key} is scheduled although it is not ready"
                 assert key in admitted or not generation.must_resume, f"{key} was left out although it had a row"
                 generation.must_resume = False
+                continue
+            if self.open:  # what it does next may depend on a result
                 continue
             if generation.is_decoding and not generation.is_paused:
                 generation.is_decoding, generation.must_resume = False, True  # then it was preempted
@@ -237,7 +247,7 @@ class Simulation:
                 generation.num_overtaken += len(passed_by)
                 assert generation.num_overtaken <= MAX_OVERTAKEN, f"{key} is overtaken again and again"
 
-    def check_update(self, plan: StepPlan, update: StepUpdate) -> None:
+    def check_update(self, update: StepUpdate) -> None:
         """What came out is the script, and the numbers agree with it."""
         tokens, logprobs = update.token_ids.tolist(), update.logprobs.tolist()
         assert logprobs == [-float(token) for token in tokens]

@@ -330,6 +330,17 @@ def test_min_p(sample: Sample) -> None:
     assert drawn_ids(sample, logits, min_p=0.5, temperature=2.0) == {0, 1, 2}
 
 
+def test_truncation_tells_close_logits_apart(sample: Sample) -> None:
+    """All but one within a sixteenth of each other, where a coarse search cannot."""
+    logits = [1.0] + [(i * 7 % 40) / 1024 for i in range(40)]
+    order = sorted(range(41), key=lambda i: -logits[i])
+    assert drawn_ids(sample, logits, top_k=6) == set(order[:6])
+    # masses of 0.063 and, each of the others, 0.023 to 0.024
+    assert drawn_ids(sample, logits, top_p=0.2) == set(order[:7])
+    # of ten: 0.22 and 0.085 to 0.087
+    assert drawn_ids(sample, logits, top_k=10, top_p=0.55) == set(order[:5])
+
+
 def test_typical_p(sample: Sample) -> None:
     # masses 0.5, 0.25, 0.125, 0.0625, 0.0625; information 1 to 4 bits, entropy 1.875 bits: id 1 is nearest, then 0, 2
     logits = [np.log(0.5), np.log(0.25), np.log(0.125), np.log(0.0625), np.log(0.0625)]

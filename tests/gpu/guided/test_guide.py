@@ -38,8 +38,8 @@ class Rows:
     ) -> tuple[StepPlan, SamplingBatch]:
         """Plan a token and drafts for rows; the plan and what may be drawn."""
         plan = self.writer.plan([(row, ids, len(ids)) for row, ids in work.items()], admitted, outputs)
-        for row, request in plan.admitted:
-            self.state.admit(row, request)
+        for i, (row, request) in enumerate(plan.admitted):
+            self.state.admit(row, request, plan.output_token_ids[plan.output_offsets[i] : plan.output_offsets[i + 1]])
         self.guided.admit(plan)
         return plan, self.guided.restrict(plan, self.state.select(plan))
 
@@ -93,6 +93,7 @@ def test_every_draft_position_has_the_mask_of_the_tokens_before_it(rows: Rows) -
 
 
 def test_positions_behind_a_draft_that_breaks_the_grammar_allow_nothing(rows: Rows) -> None:
+    rows.step({1: [1, *encode("aaa")]}, [(1, request(STAR))])  # leaves its masks behind
     _, params = rows.step({0: [1, *encode("ba")]}, [(0, request(STAR))])
     assert [allowed(params, i) for i in range(3)] == [{*encode("ab"), AB, EOS}, {EOS}, set()]
 
@@ -214,3 +215,13 @@ def test_a_grammar_that_became_too_complex_is_stuck_and_its_neighbours_go_on(row
     assert rows.draw(plan, params, [0, 97], failed=[0])[1] == [FinishReason.CONSTRAINT_STUCK, FinishReason.NONE]
     _, params = rows.step({1: [97]})
     assert allowed(params, 0) == {97, EOS}
+
+
+def test_masks_are_written_into_one_buffer(rows: Rows) -> None:
+    """What a step was given stays as it was, and no step's masks are kept."""
+    _, params = rows.step({0: [1, *encode("aa")], 1: [1]}, [(0, request(STAR)), (1, request("start: /b/"))])
+    buffer, before = rows.guided._words, params.masks.words.copy()
+    for _ in range(3):
+        rows.step({0: [97], 1: [97]})
+    assert rows.guided._words is buffer
+    assert np.array_equal(params.masks.words, before)

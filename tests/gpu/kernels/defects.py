@@ -93,9 +93,7 @@ ATTENTION = (
     Defect("window one too wide", TENSOR, "position - window + 1", "position - window", (PLAIN,)),
     Defect("block of the next tokens", SHARED, "blocks + first / BLOCK", "blocks + first / BLOCK + 1", (ADDRESS,)),
     Defect("tokens past the end are copied", SHARED, "first + t < range.end;", "true;", (PLAIN,)),
-    Defect(
-        "misaligned copy", SHARED, "v_cache + base + c * VECTOR", "v_cache + base + c * VECTOR + 1", (PLAIN, SHUFFLED)
-    ),
+    Defect("misaligned copy", SHARED, "v_cache + from + i", "v_cache + from + 1 + i", (PLAIN, SHUFFLED)),
     Defect("fold ignores the maximum", SHARED, "exp2_fast(max - joint)", "1.f", (PLAIN,)),
     Defect("cap at half", SHARED, "__fdividef(2.f, soft_cap)", "__fdividef(1.f, soft_cap)", (PLAIN,)),
     Defect("one split too few", MERGE, "s < item.num_splits", "s < item.num_splits - 1", (PLAIN,)),
@@ -106,6 +104,75 @@ ATTENTION = (
     Defect("no barrier before a stage is reused", FMA, "__syncwarp();", "", (THREAD,), 2),
     Defect("columns past the head", FMA, "j * 32 + threadIdx.x < D", "true", (ADDRESS,)),
     Defect("sum is not rescaled", FMA, "__fmaf_rn(sum[r], factor, weight)", "sum[r] + weight", (PLAIN,)),
+)
+
+SAMPLE, PROCESS, ROTARY, NORM, REDUCE = "sample.cu", "process.cu", "rotary.cu", "rms_norm.cu", "reduce.cuh"
+
+ROW = (
+    Defect(
+        "no barrier before partial results are read", REDUCE, "    __syncthreads();\n    value", "    value", (THREAD,)
+    ),
+    Defect("partial results overwritten while read", REDUCE, "__syncthreads();\n    return", "return", (THREAD,)),
+    Defect("a warp left out of a sum", REDUCE, "warp = 1; warp < warps", "warp = 2; warp < warps", (PLAIN,)),
+    Defect("half a warp left out of a sum", REDUCE, "distance = 16", "distance = 8", (PLAIN,)),
+    Defect("row one element too long", NORM, "i < width", "i <= width", (ADDRESS,)),
+    Defect("the residual is not kept", NORM, "stream[row + i] = x;", "", (PLAIN,)),
+    Defect("padding is stored", ROTARY, "slot < 0", "false", (PLAIN, ADDRESS)),
+    Defect("values rotated like keys", ROTARY, "head < num_heads + num_kv_heads) {", "true) {", (PLAIN,)),
+    Defect("pairs turn the other way", ROTARY, "first * c - b * s", "first * c + b * s", (PLAIN,)),
+    Defect("bins not cleared", SAMPLE, "scratch.bins[i / kBins][i % kBins] = 0;", "", (PLAIN,)),
+    Defect("bins counted while they are cleared", SAMPLE, "= 0;\n        __syncthreads();", "= 0;", (THREAD,)),
+    Defect(
+        "bin chosen while they are counted",
+        SAMPLE,
+        "__syncthreads();\n        if (threadIdx.x < 32)",
+        "if (threadIdx.x < 32)",
+        (THREAD,),
+    ),
+    Defect("bin read while it is chosen", SAMPLE, "__syncthreads();\n        prefix", "prefix", (THREAD,)),
+    Defect(
+        "bins added without atomics",
+        SAMPLE,
+        "atomicAdd(&scratch.bins[w][bin], part)",
+        "scratch.bins[w][bin] += part",
+        (THREAD,),
+    ),
+    Defect("middle word of a mass dropped", SAMPLE, "if (part) atomicAdd", "if (part && w != 1) atomicAdd", (PLAIN,)),
+    Defect(
+        "least bin missed",
+        SAMPLE,
+        "static_cast<double>(before) >= target) break;",
+        "static_cast<double>(before) > target) break;",
+        (PLAIN,),
+    ),
+    Defect("range ignored in the draw", SAMPLE, "x >= range.least && ", "", (PLAIN,)),
+    Defect("target overwritten while it is read", SAMPLE, "__syncwarp();", "", (THREAD,)),
+    Defect(
+        "NaN passes",
+        "row.cuh",
+        "bad |= !(row(id) < -negative_infinity())",
+        "bad |= row(id) >= -negative_infinity()",
+        (PLAIN,),
+    ),
+    Defect(
+        "highest id of equals",
+        "order.cuh",
+        "(0xffffffffu - static_cast<unsigned>(id))",
+        "static_cast<unsigned>(id)",
+        (PLAIN,),
+    ),
+    Defect("the next most probable repeats", "row.cuh", "key < bound", "key <= bound", (PLAIN,)),
+    Defect("ids past the vocabulary", SAMPLE, "id < row.vocab ? row(id)", "true ? row(id)", (ADDRESS,)),
+    Defect("words of Philox in another order", "philox.cuh", "counter[1] = low1;", "counter[1] = low0;", (PLAIN,)),
+    Defect("mask read bit by bit from the top", PROCESS, ">> id % 32", ">> (31 - id % 32)", (PLAIN,)),
+    Defect(
+        "penalties before masks have landed",
+        PROCESS,
+        "    __syncthreads();\n    for_each_entry({history",
+        "    for_each_entry({history",
+        (THREAD,),
+    ),
+    Defect("prompt ids pay for presence", PROCESS, "if (count > 0) y -= presence;", "y -= presence;", (PLAIN,)),
 )
 
 ACCEPTED = "accept.cu"

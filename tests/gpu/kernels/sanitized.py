@@ -1,6 +1,6 @@
 """Kernels under sanitizers, and planted defects; run by `make test-kernels-full`, too slow for `make test`.
 
-As a program, `sanitized.py FAMILY FOLDER SEED` checks a family of kernels in a folder.
+As a program, `sanitized.py FOLDER SEED CASE` checks the kernels of a folder by a case of `CASES`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 import acceptance_case
 import attention_case
 import pytest
+import row_case
 import simt
-from defects import ACCEPTANCE, ADDRESS, ATTENTION, PLAIN, SHUFFLED, THREAD, Defect
+from defects import ACCEPTANCE, ADDRESS, ATTENTION, PLAIN, ROW, SHUFFLED, THREAD, Defect
 
 from foreword.gpu.kernels.table import FOLDER
 
 LIBRARIES = {ADDRESS: ("libasan.so", "libubsan.so"), THREAD: ("libtsan.so",)}
-CHECKS = {"attention": attention_case.check, "acceptance": acceptance_case.check}
-DEFECTS = {"attention": ATTENTION, "acceptance": ACCEPTANCE}
 MODES = (PLAIN, SHUFFLED, ADDRESS, THREAD)
+CASES = {"attention": attention_case.check, "row": row_case.check, "acceptance": acceptance_case.check}
 
 
-def run(family: str, folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
-    """Check a family of kernels in a folder in a process of its own."""
+def run(folder: Path, mode: str, case: str) -> subprocess.CompletedProcess[str]:
+    """Check the kernels of a folder in a process of their own."""
     libraries = [
         subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in LIBRARIES.get(mode, ())
@@ -40,8 +40,13 @@ def run(family: str, folder: Path, mode: str) -> subprocess.CompletedProcess[str
         "TSAN_OPTIONS": "exitcode=66",
     }
     seed = "7" if mode == SHUFFLED else "0"
-    command = [sys.executable, __file__, family, str(folder), seed]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [sys.executable, __file__, str(folder), seed, case],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 @pytest.fixture
@@ -52,29 +57,29 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", CHECKS)
-def test_sound_kernels_pass(family: str, mode: str) -> None:
-    process = run(family, FOLDER, mode)
+def test_sound_kernels_pass(mode: str, case: str) -> None:
+    process = run(FOLDER, mode, case)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(
-    ("family", "defect", "mode"),
+    ("case", "defect", "mode"),
     [
-        pytest.param(family, defect, mode, id=f"{defect.file}: {defect.name}-{mode}")
-        for family, defects in DEFECTS.items()
+        pytest.param(case, defect, mode, id=f"{defect.file}: {defect.name}-{mode}")
+        for case, defects in (("attention", ATTENTION), ("row", ROW), ("acceptance", ACCEPTANCE))
         for defect in defects
         for mode in defect.noticed_by
     ],
 )
-def test_defects_are_noticed(family: str, defect: Defect, mode: str, copy: Path) -> None:
+def test_defects_are_noticed(case: str, defect: Defect, mode: str, copy: Path) -> None:
     defect.plant(copy)
-    process = run(family, copy, mode)
+    process = run(copy, mode, case)
     assert process.returncode != 0
     marks = ("AssertionError", "LaunchError", "Sanitizer", "runtime error")
     assert any(mark in process.stderr + process.stdout for mark in marks), process.stderr
 
 
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    CASES[sys.argv[3]](Path(sys.argv[1]), int(sys.argv[2]))

@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from engine_fakes import NO_LIMIT, VOCAB_SIZE, RecordingSink, expected_tokens, make_request
 from engine_harness import EngineThread, until
@@ -86,10 +86,8 @@ class OutputsSink:
         self.outputs: defaultdict[int, RecordingSink] = defaultdict(RecordingSink)
         self.num_failures = 0
 
-    def on_step(
-        self, header: StepHeader, update: np.void, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
-    ) -> None:
-        self.outputs[int(update["request_key"])].on_step(header, update, token_ids, logprobs)
+    def on_step(self, header: StepHeader, update: np.void, *news: Any) -> None:
+        self.outputs[int(update["request_key"])].on_step(header, update, *news)
 
     def on_failure(self, error: ForewordError) -> None:
         self.num_failures += 1

@@ -70,6 +70,7 @@ requests = st.builds(
     cache_salt=texts,
     bypass_prefix_cache=st.booleans(),
     want_logprobs=st.booleans(),
+    grammar=texts,
     want_ranks=st.booleans(),
     want_prompt_logprobs=st.booleans(),
     num_top_logprobs=counts,

@@ -122,7 +122,7 @@ def test_scores_are_each_requests_own(
             assert len(output.scores) == 20
     if num_blocks == 6:
         assert sum(output.num_preemptions for output in outputs.values()) > 0
-    if num_drafts:
+    if num_drafts and num_blocks == 128:  # where blocks are short, drafts give way
         assert sum(output.num_accepted for output in outputs.values()) > 0
 
 

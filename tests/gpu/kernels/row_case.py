@@ -1,0 +1,162 @@
+"""The kernels that work on rows on the SIMT checker, in NumPy alone so that sanitizers have nothing else to watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simt
+
+from foreword.gpu.backends.numpy_backend import NumpyBackend
+from foreword.gpu.backends.sampling import HistoryCounts, LogitBiases, SamplingBatch, TokenMasks
+from foreword.gpu.kernels import table
+from foreword.gpu.kernels.table import Kernel
+
+ROWS, VOCAB, THREADS = 6, 201, 96
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+
+
+def poison(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+def check(folder: Path, seed: int) -> None:
+    """Compare the kernels of a folder with the oracle, threads in an order by the seed.
+
+    Raises:
+        AssertionError: a value differs.
+        simt.LaunchError: a kernel cannot go on.
+    """
+
+    def launch(kernel: Kernel, blocks: int, threads: int, *arguments: Any) -> None:
+        name = kernel.expression(("float32",))
+        module = simt.RawModule(path=folder / kernel.file, options=[f"-I{folder}"], name_expressions=[name])
+        values = [np.int32(value) if isinstance(value, int) else value for value in arguments]
+        module.get_function(name)((blocks,), (threads,), values, seed=seed)
+
+    check_elementwise(launch)
+    check_rotation(launch)
+    check_sampling(launch)
+    check_scores(launch)
+
+
+def check_elementwise(launch: Any) -> None:
+    """Embedding, norm with a residual, gated activation."""
+    oracle, width = NumpyBackend(), 77
+    ids, embedding, stream = np.array([4, 0, 4], np.int32), normal(5, width), poison(3, width)
+    launch(table.EMBEDDING, 3, 64, ids, embedding, stream, width)
+    np.testing.assert_array_equal(stream, embedding[ids])
+
+    delta, weight, out = normal(3, width) * 2, normal(width), poison(3, width)
+    expected_stream = stream.copy()
+    expected = oracle.rms_norm(expected_stream, weight, 1e-5, delta)
+    launch(table.RMS_NORM, 3, 64, stream, delta, weight, out, width, np.float32(1e-5))
+    np.testing.assert_array_equal(stream, expected_stream)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+    gate_up, gated = normal(4, 2 * width) * 9, poison(4, width)
+    launch(table.SILU_AND_MUL, 4, 64, gate_up, gated, width)
+    np.testing.assert_allclose(gated, oracle.silu_and_mul(gate_up), rtol=1e-5, atol=1e-6)
+    launch(table.GELU_AND_MUL, 4, 64, gate_up, gated, width)
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    np.testing.assert_allclose(gated, gelu * up, rtol=1e-4, atol=1e-5)
+
+
+def check_rotation(launch: Any) -> None:
+    """Three heads over one KV head; the last token is padding, and no slot but those of the others changes."""
+    half, heads, blocks, block_size = 8, 3, 3, 4
+    qkv, positions, slots = (
+        normal(3, (heads + 2) * 2 * half),
+        np.array([2, 9, 0], np.int32),
+        np.array([1, 11, -1], np.int32),
+    )
+    angles = normal(10, half)
+    cos, sin = np.cos(angles), np.sin(angles)
+    queries, keys, values = poison(3, heads * 2 * half), *(poison(blocks, 1, block_size, 2 * half) for _ in range(2))
+    sizes = (heads, 1, half, block_size)
+    launch(table.ROTATE_AND_STORE, 3, 64, qkv, cos, sin, positions, slots, queries, keys, values, *sizes)
+    split = qkv.reshape(3, heads + 2, 2, half)
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    first, second = split[:, :, 0] * c - split[:, :, 1] * s, split[:, :, 1] * c + split[:, :, 0] * s
+    rotated = np.concatenate([first, second], axis=2)
+    np.testing.assert_allclose(queries.reshape(3, heads, -1), rotated[:, :heads], rtol=1e-5, atol=1e-6)
+    flat_keys, flat_values = keys.reshape(-1, 2 * half), values.reshape(-1, 2 * half)
+    np.testing.assert_allclose(flat_keys[slots[:2]], rotated[:2, heads], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(flat_values[slots[:2]], split[:2, heads + 1].reshape(2, -1))
+    assert np.isnan(np.delete(flat_keys, slots[:2], axis=0)).all()
+    assert np.isnan(np.delete(flat_values, slots[:2], axis=0)).all()
+
+
+def parameters() -> SamplingBatch:
+    """Six rows: greedy, plain, truncated in each way, and with everything that changes logits."""
+    with_lists = np.array([-1, -1, -1, 0, 0, -1], np.int32)
+    words = np.full((2, (VOCAB + 31) // 32), 0x55555555, np.uint32)
+    return SamplingBatch(
+        temperature=np.array([0, 1, 0.7, 1.5, 0, 0.9], np.float32),
+        top_k=np.array([0, 0, 40, 0, 0, 9], np.int32),
+        top_p=np.array([1, 1, 0.9, 0.8, 1, 1], np.float32),
+        min_p=np.array([0, 0, 0.01, 0, 0, 0], np.float32),
+        typical_p=np.array([1, 1, 1, 1, 1, 0.7], np.float32),
+        repetition_penalty=np.full(ROWS, 1.3, np.float32),
+        frequency_penalty=np.full(ROWS, 0.2, np.float32),
+        presence_penalty=np.full(ROWS, 0.1, np.float32),
+        seed=np.arange(ROWS, dtype=np.uint64) << np.uint64(33),
+        position=np.arange(ROWS, dtype=np.int64) + (1 << 20),
+        biases=LogitBiases(
+            np.array([0, 3], np.int32), np.array([1, 50, 200], np.int32), np.array([4, -3, 2], np.float32), with_lists
+        ),
+        masks=TokenMasks(words, np.array([-1, -1, -1, 1, -1, -1], np.int32)),
+        history=HistoryCounts(
+            np.array([0, 4], np.int32), np.array([0, 7, 50, 66], np.int32), np.array([0, 2, 1, 5], np.int32), with_lists
+        ),
+        masked_ids=np.array([[2, 3]] * ROWS, np.int32),
+        num_masked=np.array([0, 0, 0, 2, 1, 0], np.int32),
+        want_logprob=np.ones(ROWS, np.bool_),
+    )
+
+
+def check_sampling(launch: Any) -> None:
+    """Tokens, log probabilities and failures; a row that holds NaN, of either sign, fails alone."""
+    params, logits = parameters(), normal(ROWS + 1, VOCAB)[:ROWS] * 3
+    for damaged in (False, True):
+        if damaged:
+            logits.view(np.uint32)[2, 77] = 0xFFC00000  # ranks below every number
+        expected = NumpyBackend().sample(logits, params)
+        row, index = np.array([3, 4], np.int32), np.array([-1, -1, -1, 0, 1, -1], np.int32)
+        processed = poison(2, VOCAB)
+        launch(
+            table.PROCESS, 2, THREADS, logits, row, params.masks.index, params.masks.words,
+            params.biases.index, params.biases.offsets, params.biases.ids, params.biases.values,
+            params.masked_ids, params.num_masked,
+            params.history.index, params.history.offsets, params.history.ids, params.history.counts,
+            params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+            processed, VOCAB, params.masks.words.shape[1], 2,
+        )  # fmt: skip
+        token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
+        launch(
+            table.SAMPLE, ROWS, THREADS, logits, processed, index, params.temperature, params.top_k, params.top_p,
+            params.min_p, params.typical_p, params.seed, params.position, params.want_logprob.view(np.uint8),
+            token_ids, logprobs, failed, VOCAB,
+        )  # fmt: skip
+        np.testing.assert_array_equal(token_ids, expected.token_ids)
+        np.testing.assert_allclose(logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(failed, expected.failed)
+
+
+def check_scores(launch: Any) -> None:
+    logits = normal(3, VOCAB)
+    logits[1, [5, 9]] = 7.0
+    rows, token_ids, num_top = np.array([2, 1, 1], np.int32), np.array([200, 9, 0], np.int32), 4
+    expected = NumpyBackend().score(logits, rows, token_ids, num_top)
+    logprobs, ranks = poison(3), np.full(3, -7, np.int32)
+    top_ids, top_logprobs = np.full((3, num_top), -7, np.int32), poison(3, num_top)
+    launch(table.SCORE, 3, THREADS, logits, rows, token_ids, logprobs, ranks, top_ids, top_logprobs, VOCAB, num_top)
+    np.testing.assert_array_equal(ranks, expected.ranks)
+    np.testing.assert_array_equal(top_ids.ravel(), expected.top_token_ids)
+    np.testing.assert_allclose(logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(top_logprobs.ravel(), expected.top_logprobs, rtol=1e-5, atol=1e-5)
