@@ -467,6 +467,7 @@ def test_the_rank_counts_more_probable_tokens(device: str, checker: CheckerDrive
     assert scores.top_token_ids.reshape(5, 3).tolist() == [[1, 3, 2]] * 5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_score_equals_the_logprob_that_came_with_the_draw(device: str, dtype: str, checker: CheckerDriver) -> None:
     """Of the model's own distribution, whatever changed the draw."""

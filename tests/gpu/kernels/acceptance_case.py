@@ -39,6 +39,14 @@ class AcceptanceCase:
         samples = Samples(token_ids, rng.standard_normal(num_rows).astype(np.float32), failed)
         return cls(samples, inputs.astype(np.int32), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
+    @classmethod
+    def edges(cls) -> AcceptanceCase:
+        """Nothing before a failed row, a run longer than a warp, nothing at the end."""
+        lengths = [0, 1, 40, 0]
+        ids = np.arange(41, dtype=np.int32)
+        samples = Samples(ids, ids.astype(np.float32), ids == 0)
+        return cls(samples, np.roll(ids, 1), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
     @property
     def num_sequences(self) -> int:
         return len(self.logits_offsets) - 1
@@ -102,6 +110,6 @@ def check(folder: Path, seed: int) -> None:
         AssertionError, simt.LaunchError: it is wrong.
     """
     kernel = accept_kernel(folder)
-    for num_sequences, max_drafts, num_warps in ((9, 5, 3), (40, 16, 32), (5, 70, 2)):
-        case = AcceptanceCase.random(num_sequences, num_sequences, max_drafts)
+    cases = [(AcceptanceCase.random(1, 9, max_drafts=5), 3), (AcceptanceCase.random(2, 40), 32)]
+    for case, num_warps in [*cases, (AcceptanceCase.edges(), 2)]:
         assert_equal(case.run(kernel, seed, num_warps), case.reference())

@@ -179,13 +179,13 @@ ACCEPTED = "accept.cu"
 
 ACCEPTANCE = (
     Defect("the last row has a draft", ACCEPTED, "i >= end - 1", "i >= end", (PLAIN, ADDRESS)),
-    Defect("draft of the row before", ACCEPTED, "input_ids[i + 1]", "input_ids[i]", (PLAIN,)),
+    Defect("draft of the row before", ACCEPTED, "!= input_ids[i + 1]", "!= input_ids[i]", (PLAIN,)),
     Defect("failed rows come out", ACCEPTED, "!(failing >> last & 1)", "1", (PLAIN,)),
     Defect("a failure does not end the run", ACCEPTED, "|| fails ||", "||", (PLAIN,)),
     Defect("only the first 32 rows", ACCEPTED, "if (!stopped) continue;", "if (!stopped) return 32;", (PLAIN,)),
     Defect("scan stops short", ACCEPTED, "distance < 32", "distance < 16", (PLAIN,)),
     Defect("every round starts at 0", ACCEPTED, "before +=", "before =", (PLAIN,)),
-    Defect("counts read before they are written", ACCEPTED, "__syncthreads();", "", (SHUFFLED, THREAD), 0),
+    Defect("counts read before they are written", ACCEPTED, "__syncthreads();", "", (THREAD,), 0),
     Defect("counts written while they are read", ACCEPTED, "__syncthreads();", "", (THREAD,), 1),
     Defect("offsets of warps without a sequence", ACCEPTED, "lane == 0 && b < sequences", "lane == 0", (ADDRESS,)),
     Defect("no failure without rows", ACCEPTED, "first < end && failed", "failed", (PLAIN, ADDRESS)),

@@ -31,6 +31,13 @@ def test_ragged_sequences(kernel: simt.Kernel, seed: int, order: int) -> None:
     assert_equal(case.run(kernel, order), case.reference())
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_edges(kernel: simt.Kernel, order: int) -> None:
+    case = AcceptanceCase.edges()
+    assert_equal(case.run(kernel, order, num_warps=2), case.reference())
+    assert_equal(accept(case.samples, case.input_ids, case.logits_offsets), case.reference())
+
+
 @pytest.mark.parametrize("num_warps", [1, 2, 32])
 def test_sequences_beyond_the_warps_of_the_block(kernel: simt.Kernel, num_warps: int) -> None:
     case = AcceptanceCase.random(0, num_sequences=70)
