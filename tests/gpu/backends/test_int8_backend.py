@@ -8,7 +8,6 @@ import torch
 
 from foreword.gpu.backends import cpu_kernels
 from foreword.gpu.backends.int8_backend import Int8Backend
-from foreword.gpu.backends.sampling import SamplingBatch
 
 OUT, IN = 70, 100
 
@@ -138,20 +137,3 @@ def test_rows_of_every_kernel_are_independent(backend: Int8Backend) -> None:
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kernel must be one of .*plain"):
         Int8Backend(num_threads=1, kernel="fast")
-
-
-def test_logits_keep_differences_that_bfloat16_rounds_away(backend: Int8Backend) -> None:
-    weight = np.zeros((64, 32), np.float32)
-    weight[:, 0] = 20.0
-    weight[9, 0] += 20 / 127
-    x = torch.zeros(1, 32, dtype=torch.bfloat16)
-    x[0, 0] = 1
-    logits = backend.linear(x, backend.head_weight(weight))
-    assert logits.dtype == torch.float32
-    one, none = np.zeros(1, np.float32), np.zeros((1, 1), np.int32)
-    params = SamplingBatch(
-        one, np.zeros(1, np.int32), one + 1, one, np.zeros(1, np.uint64), np.zeros(1, np.int64), none,
-        np.zeros(1, np.int32), np.ones(1, np.bool_),
-    )  # fmt: skip
-    samples = backend.sample(logits, params)
-    assert samples.token_ids.tolist() == [9]

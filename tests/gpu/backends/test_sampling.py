@@ -12,6 +12,7 @@ from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cpu_backend import CpuBackend
 from foreword.gpu.backends.cuda_backend import CudaBackend
+from foreword.gpu.backends.int8_backend import Int8Backend
 from foreword.gpu.backends.numpy_backend import NumpyBackend
 from foreword.gpu.backends.sampling import HistoryCounts, LogitBiases, Samples, SamplingBatch, TokenMasks
 from foreword.gpu.backends.sampling_state import mask_words
@@ -497,3 +498,19 @@ def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary(device: str, c
 
 def int32(values: Any) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+def test_logits_of_integer_products_keep_differences_that_bfloat16_rounds_away() -> None:
+    backend = Int8Backend(num_threads=2)
+    weight = np.zeros((64, 32), np.float32)
+    weight[:, 0] = 20.0
+    weight[9, 0] += 20 / 127
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    logits = backend.linear(x, backend.head_weight(weight))
+    assert logits.dtype == torch.float32
+    samples = backend.sample(logits, parameters(1, want_logprob=True))
+    assert samples.token_ids.tolist() == [9]
+    scores = backend.score(logits, int32([0]), samples.token_ids, 2)
+    assert scores.ranks.tolist() == [1]
+    assert scores.logprobs.tolist() == samples.logprobs.tolist()

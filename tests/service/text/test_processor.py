@@ -117,7 +117,8 @@ async def test_start_prepares_every_thread_and_close_ends_them(default_checkpoin
     before = set(threading.enumerate())
     processor = TextProcessor(default_checkpoint, num_threads=3)
     await processor.start()
-    assert len([thread for thread in threading.enumerate() if thread not in before]) == 3
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(started) == 3 + 1  # for text, and for constraints
     assert len((await processor.encode_chat([ChatMessage("user", "a")])).token_ids) > 5
     processor.close()
     assert set(threading.enumerate()) == before
