@@ -64,8 +64,8 @@ def accept(samples: Samples, input_ids: Int32Array, logits_offsets: Int32Array) 
     lengths = np.diff(logits_offsets)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     goes_on = np.zeros(len(input_ids), np.bool_)
-    goes_on[:-1] = (owner[1:] == owner[:-1]) & (samples.token_ids[:-1] == input_ids[1:]) & ~samples.failed[:-1]
-    # Row i comes out when every row of its sequence before it goes on.
+    goes_on[:-1] = (samples.token_ids[:-1] == input_ids[1:]) & ~samples.failed[:-1]
+    # Row i comes out when every row of its sequence before it goes on; of a sequence's last row it does not matter.
     stops_before: Int32Array = np.cumsum(~goes_on, dtype=np.int32) - ~goes_on
     is_accepted = (stops_before == stops_before[logits_offsets[:-1][owner]]) & ~samples.failed
     failed = np.zeros(len(lengths), np.bool_)

@@ -225,6 +225,22 @@ ACCEPT = Kernel(
     ),
     ((),),
 )
+REJECT = Kernel(
+    "reject",
+    "rejection.cu",
+    1024,
+    (
+        "p: float32[rows, vocab]",
+        "q: float32[rows, vocab]?",
+        "draft_ids: int32[rows]",
+        "seeds: uint64[rows]",
+        "positions: int64[rows]",
+        "token_ids: int32[rows]",
+        "failed: int32[rows]",
+        "vocab: int32",
+    ),
+    ((),),
+)
 SCORE = Kernel(
     "score",
     "score.cu",
@@ -308,6 +324,7 @@ KERNELS = (
     PROCESS,
     SAMPLE,
     ACCEPT,
+    REJECT,
     SCORE,
     PAGED_ATTENTION,
     PAGED_ATTENTION_WIDE,

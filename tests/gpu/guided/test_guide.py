@@ -125,6 +125,15 @@ def test_a_complete_grammar_ends_the_output_and_takes_back_what_follows(rows: Ro
     assert reasons == [FinishReason.CONSTRAINT_COMPLETE]
 
 
+def test_what_comes_out_of_neighbours_stays(rows: Rows) -> None:
+    """One without a grammar before, one that fails behind."""
+    requests = [(0, request("")), (1, request("start: /ab/")), (2, request("start: /ab/", allowed_token_ids=(99,)))]
+    plan, params = rows.step({0: [1, 97], 1: [1, *encode("ab")], 2: [1]}, requests)
+    accepted, reasons = rows.draw(plan, params, [97, 98, *encode("ab"), EOS, 0], failed=[5])
+    assert accepted == [True, True, True, True, False, False]
+    assert reasons == [FinishReason.NONE, FinishReason.CONSTRAINT_COMPLETE, FinishReason.CONSTRAINT_STUCK]
+
+
 def test_no_mask_is_asked_for_after_the_finish(rows: Rows) -> None:
     plan, params = rows.step({0: [1]}, [(0, request("start: /a/"))])
     assert rows.draw(plan, params, [97])[1] == [FinishReason.CONSTRAINT_COMPLETE]

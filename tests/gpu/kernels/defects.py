@@ -190,3 +190,14 @@ ACCEPTANCE = (
     Defect("offsets of warps without a sequence", ACCEPTED, "lane == 0 && b < sequences", "lane == 0", (ADDRESS,)),
     Defect("no failure without rows", ACCEPTED, "first < end && failed", "failed", (PLAIN, ADDRESS)),
 )
+
+REJECTED = "rejection.cu"
+
+REJECTION = (
+    Defect("accepted whatever it was drawn from", REJECTED, " * proposed(draft)", "", (PLAIN,)),
+    Defect("residual without the proposal", REJECTED, "own[id] - proposed(id)", "own[id]", (PLAIN,)),
+    Defect("one purpose for both", REJECTED, "kResidual = 2", "kResidual = 1", (PLAIN,)),
+    Defect("ids past the vocabulary", REJECTED, "id < vocab ? weight(id) : 0.0f", "weight(id)", (ADDRESS,)),
+    Defect("draft past the vocabulary", REJECTED, "draft >= 0 && draft < vocab", "draft >= 0", (ADDRESS,)),
+    Defect("negative probabilities pass", REJECTED, "own[id] >= 0.0f && ", "", (PLAIN,)),
+)

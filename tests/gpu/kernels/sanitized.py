@@ -14,15 +14,21 @@ from pathlib import Path
 import acceptance_case
 import attention_case
 import pytest
+import rejection_case
 import row_case
 import simt
-from defects import ACCEPTANCE, ADDRESS, ATTENTION, PLAIN, ROW, SHUFFLED, THREAD, Defect
+from defects import ACCEPTANCE, ADDRESS, ATTENTION, PLAIN, REJECTION, ROW, SHUFFLED, THREAD, Defect
 
 from foreword.gpu.kernels.table import FOLDER
 
 LIBRARIES = {ADDRESS: ("libasan.so", "libubsan.so"), THREAD: ("libtsan.so",)}
 MODES = (PLAIN, SHUFFLED, ADDRESS, THREAD)
-CASES = {"attention": attention_case.check, "row": row_case.check, "acceptance": acceptance_case.check}
+CASES = {
+    "attention": attention_case.check,
+    "row": row_case.check,
+    "acceptance": acceptance_case.check,
+    "rejection": rejection_case.check,
+}
 
 
 def run(folder: Path, mode: str, case: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +74,12 @@ def test_sound_kernels_pass(mode: str, case: str) -> None:
     ("case", "defect", "mode"),
     [
         pytest.param(case, defect, mode, id=f"{defect.file}: {defect.name}-{mode}")
-        for case, defects in (("attention", ATTENTION), ("row", ROW), ("acceptance", ACCEPTANCE))
+        for case, defects in (
+            ("attention", ATTENTION),
+            ("row", ROW),
+            ("acceptance", ACCEPTANCE),
+            ("rejection", REJECTION),
+        )
         for defect in defects
         for mode in defect.noticed_by
     ],
