@@ -92,9 +92,15 @@ cdef int check_deadline(object request, int64_t now_ns, object num_tokens, objec
 cdef int check_queue(
     object request, object config, int num_waiting, int64_t num_waiting_tokens, int num_free
 ) except -1:
-    if num_waiting + request.num_outputs > config.max_num_waiting or num_free < request.num_outputs:
+    if num_waiting + request.num_outputs > config.max_num_waiting:
         raise QueueFull(
             f"{num_waiting} requests wait; the limit is {config.max_num_waiting}",
+            max_num_waiting=config.max_num_waiting,
+        )
+    if num_free < request.num_outputs:  # a cancelled request keeps its place until a step has reported its end
+        raise QueueFull(
+            f"all {config.max_num_sequences + config.max_num_waiting} places are taken, some by requests that are being "
+            "ended by the present step",
             max_num_waiting=config.max_num_waiting,
         )
     num_tokens = request.num_outputs * len(request.prompt_token_ids)

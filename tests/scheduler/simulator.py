@@ -167,7 +167,8 @@ class Simulation:
         elif isinstance(error, QueueFull):
             num_waiting = load.num_waiting + request.num_outputs
             num_waiting_tokens = load.num_waiting_tokens + num_prompt * request.num_outputs
-            num_entries = len(self.active) + request.num_outputs
+            planned = {self.keys[row] for plan in self.open for row in plan.rows.tolist()}
+            num_entries = len(planned.union(self.active)) + request.num_outputs  # ended, but still being computed
             assert (
                 num_waiting > config.max_num_waiting
                 or num_waiting_tokens > config.max_num_waiting_tokens
