@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import re
 import shutil
 import statistics
@@ -201,7 +202,14 @@ def instructions_per_row(case: str, num_rows: int) -> float | None:
     for num_steps in (few, many):
         code = f"import scheduler; scheduler.take_steps({case!r}, {num_rows}, {num_steps})"
         valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
-        output = subprocess.run([*valgrind, sys.executable, "-c", code], cwd=HERE, stderr=subprocess.PIPE, check=True)
+        # A random hash seed and idle threads would change what the imports cost by as much as the steps do.
+        output = subprocess.run(
+            [*valgrind, sys.executable, "-c", code],
+            cwd=HERE,
+            env={**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            check=True,
+        )
         counts.append(int(re.search(rb"Collected : (\d+)", output.stderr)[1]))  # type: ignore[index]
     return (counts[1] - counts[0]) / (many - few) / num_rows
 
