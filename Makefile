@@ -15,7 +15,7 @@ ARGS ?=
 .PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 run: build ## Set up what is missing, start the server, stream one chat answer, keep serving until Ctrl-C.
 	@$(BIN)/foreword demo --serve $(ARGS)

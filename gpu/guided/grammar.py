@@ -80,6 +80,10 @@ class GrammarCompiler:
             self._prototypes.popitem(last=False)
         return prototype.deep_copy()
 
+    def matcher_of_its_own(self, grammar: str) -> LLMatcher:
+        """The same, sharing nothing with any other matcher."""
+        return self._compile(grammar)
+
     def forget(self, grammar: str) -> None:
         """Read a grammar anew the next time.
 

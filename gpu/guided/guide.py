@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 
 from foreword.gpu.backends.acceptance import AcceptedTokens
 from foreword.gpu.backends.sampling import SamplingBatch, TokenMasks
@@ -19,7 +19,7 @@ from foreword.gpu.guided.grammar import GrammarCompiler
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import Drafts, FinishReason, Int32Array, StepPlan
 
-MAX_RESTARTS = 3
+MAX_RESTARTS = 16
 
 
 class Guide:
@@ -27,6 +27,7 @@ class Guide:
 
     Attributes:
         end_ids: tokens that may be drawn where the grammar may end.
+        is_alone: its matcher shares nothing with those of other sequences, and looks at no drafts.
         matcher: of the library.
     """
 
@@ -39,7 +40,9 @@ class Guide:
         self._grammar = request.grammar
         self._token_ids = token_ids
         self._num_restarts = 0
-        self.matcher = self._matcher()
+        self.is_alone = False
+        self.matcher = compiler.matcher(request.grammar)
+        self.matcher.consume_tokens(token_ids)
 
     @property
     def is_stuck(self) -> bool:
@@ -47,20 +50,18 @@ class Guide:
         return self.matcher.is_error()
 
     def restart(self) -> None:
-        """Follow the sequence again from its beginning, with a matcher that shares nothing.
+        """Follow the sequence again from its beginning, alone from now on.
 
         What is too complex behind a draft, or for all sequences with this grammar together, need not be so for the
-        tokens that came out of this one.
+        tokens that came out of this one. The library counts what it has looked at, so the end may still come a token
+        sooner or later than without drafts.
         """
         if self._num_restarts < MAX_RESTARTS:
             self._num_restarts += 1
+            self.is_alone = True
             self._compiler.forget(self._grammar)
-            self.matcher = self._matcher()
-
-    def _matcher(self) -> LLMatcher:
-        matcher = self._compiler.matcher(self._grammar)
-        matcher.consume_tokens(self._token_ids)
-        return matcher
+            self.matcher = self._compiler.matcher_of_its_own(self._grammar)
+            self.matcher.consume_tokens(self._token_ids)
 
     def follow(self, token_id: int) -> bool:
         """Take a token that came out; true when nothing may follow it."""
@@ -69,6 +70,8 @@ class Guide:
 
     def num_allowed(self, draft_ids: list[int]) -> int:
         """How many of these tokens could come next, one after the other; an end token is none of them."""
+        if self.is_alone:
+            return 0
         count: int = self.matcher.validate_tokens(draft_ids)
         if self.matcher.is_error():  # behind a draft, which need not come out
             self.restart()
@@ -202,7 +205,7 @@ class GuidedRows:
             if part.guide.is_stuck:
                 part.guide.restart()
             draft_ids = token_ids[part.start + 1 : part.end].tolist()
-            if draft_ids:
+            if draft_ids and not part.guide.is_alone:
                 drafted.append((part.guide, first, draft_ids))
             else:
                 plain.append((part.guide, first))

@@ -102,7 +102,7 @@ def count_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int) -
         limit = cuda_cache_memory(model, config.dtype) if is_cuda else machine_memory() // _DEFAULT_MEMORY_SHARE
     affordable = limit // kv_cache_bytes_per_block(model, config.block_size, config.dtype)
     if affordable < 1:
-        raise ConfigError(f"kv_cache_bytes: {limit} bytes do not hold one block of {config.block_size} tokens")
+        raise ConfigError(f"kv_cache_memory: {limit} bytes do not hold one block of {config.block_size} tokens")
     if config.kv_cache_bytes or is_cuda:
         return affordable
     tokens = max(config.max_num_sequences * _DEFAULT_TOKENS_PER_SEQUENCE, max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Constraint:
 
 
 class ConstraintCompiler:
-    """Compiles constraints for one model, in a process with limits; keeps those used last. Belongs to one thread."""
+    """Compiles constraints for one model, in a process with limits; keeps those used last. One thread compiles."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, *, time_limit_s: float = 1.0) -> None:
         """Prepare; the process starts at the first constraint, or by `start`.
@@ -45,11 +46,19 @@ class ConstraintCompiler:
         setup = {"tokenizer": tokenizer_json, "vocab_size": vocab_size}
         self._process = BoundedProcess(grammar_process.__file__, setup, time_limit_s, START_LIMIT_S)
         self._grammars: OrderedDict[Constraint, str] = OrderedDict()
+        self._lock = threading.Lock()  # of the grammars
 
     def start(self) -> None:
         """Start the process now. What keeps it from starting shows when a constraint is compiled."""
         with contextlib.suppress(HelperFailed):
             self._process.start()
+
+    def known(self, constraint: Constraint) -> str | None:
+        """The grammar of a constraint that was compiled before and is still kept; any thread may ask."""
+        with self._lock:
+            if constraint in self._grammars:
+                self._grammars.move_to_end(constraint)
+            return self._grammars.get(constraint)
 
     def compile(self, constraint: Constraint) -> str:
         """The grammar of a constraint, for `Request.grammar`.
@@ -57,15 +66,17 @@ class ConstraintCompiler:
         Raises:
             InvalidField: it cannot be read, no output can have this form, or it is too complex.
         """
-        grammar = self._grammars.pop(constraint, None)
-        if grammar is None:
-            try:
-                grammar = self._process.ask({"kind": constraint.kind, "source": constraint.source})["grammar"]
-            except HelperFailed as failure:
-                raise InvalidField(constraint.path, f"its compilation {failure}") from None
-        self._grammars[constraint] = grammar
-        if len(self._grammars) > MAX_CACHED:
-            self._grammars.popitem(last=False)
+        grammar = self.known(constraint)
+        if grammar is not None:
+            return grammar
+        try:
+            grammar = self._process.ask({"kind": constraint.kind, "source": constraint.source})["grammar"]
+        except HelperFailed as failure:
+            raise InvalidField(constraint.path, f"its compilation {failure}") from None
+        with self._lock:
+            self._grammars[constraint] = grammar
+            if len(self._grammars) > MAX_CACHED:
+                self._grammars.popitem(last=False)
         return grammar
 
     def close(self) -> None:

@@ -103,7 +103,10 @@ class TextProcessor:
         return await self._run(lambda: self._render(messages, add_generation_prompt))
 
     async def compile_constraint(self, constraint: Constraint) -> str:
-        """The grammar of a constraint; see `ConstraintCompiler.compile`. Waits for none but other constraints."""
+        """The grammar of a constraint; see `ConstraintCompiler.compile`. One that is not known waits for others."""
+        grammar = self._constraints.known(constraint)
+        if grammar is not None:
+            return grammar
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._constraint_executor, self._constraints.compile, constraint)
 

@@ -226,6 +226,30 @@ def test_a_grammar_that_became_too_complex_is_stuck_and_its_neighbours_go_on(row
     assert allowed(params, 0) == {97, EOS}
 
 
+def tokens_until_stuck(rows: Rows, num_drafts: int, num_neighbours: int) -> int:
+    """How long a sequence follows a grammar that becomes too complex, with drafts in every step."""
+    everyone = range(1 + num_neighbours)
+    work = {row: [97] * (1 + num_drafts) for row in everyone}
+    plan, params = rows.step(work, [(row, request(TOO_COMPLEX)) for row in everyone])
+    num_tokens = 0
+    while allowed(params, 0):
+        positions = range(plan.num_sequences * (1 + num_drafts))
+        is_drawn, _ = rows.draw(plan, params, [97] * len(positions), [i for i in positions if not allowed(params, i)])
+        num_tokens += sum(is_drawn[: 1 + num_drafts])
+        plan, params = rows.step(work)
+    return num_tokens
+
+
+@pytest.mark.parametrize(("num_drafts", "num_neighbours"), [(1, 0), (3, 0), (0, 2), (3, 2)])
+def test_drafts_and_neighbours_do_not_make_a_grammar_too_complex(
+    compiler: GrammarCompiler, plan_writer: Callable[..., Any], num_drafts: int, num_neighbours: int
+) -> None:
+    """To a token: the library's budget counts what it has looked at."""
+    expected = tokens_until_stuck(Rows(compiler, plan_writer), 0, 0)
+    assert expected > 20
+    assert abs(tokens_until_stuck(Rows(compiler, plan_writer), num_drafts, num_neighbours) - expected) <= 1
+
+
 def test_masks_are_written_into_one_buffer(rows: Rows) -> None:
     """What a step was given stays as it was, and no step's masks are kept."""
     _, params = rows.step({0: [1, *encode("aa")], 1: [1]}, [(0, request(STAR)), (1, request("start: /b/"))])

@@ -15,6 +15,7 @@ import pytest
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
 from foreword.scheduler.errors import CheckpointError, InvalidField
 from foreword.service.text.chat_template import ChatMessage
+from foreword.service.text.constraint import Constraint
 from foreword.service.text.processor import TextProcessor
 from foreword.service.text.tokenizer import Tokenizer
 
@@ -123,6 +124,21 @@ async def test_start_prepares_every_thread_and_close_ends_them(default_checkpoin
     processor.close()
     assert set(threading.enumerate()) == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+async def test_a_known_constraint_does_not_wait_for_others(default_checkpoint: Checkpoint) -> None:
+    processor = TextProcessor(default_checkpoint, num_threads=1)
+    known, other = Constraint("regex", "[a-z]{3}"), Constraint("regex", "[0-9]{3}")
+    grammar = await processor.compile_constraint(known)
+    is_over = threading.Event()
+    blocked = asyncio.get_running_loop().run_in_executor(processor._constraint_executor, is_over.wait)
+    waiting = asyncio.create_task(processor.compile_constraint(other))
+    assert await asyncio.wait_for(processor.compile_constraint(known), 30) == grammar
+    assert not waiting.done()
+    is_over.set()
+    await blocked
+    assert await waiting != grammar
+    processor.close()
 
 
 async def test_a_message_cannot_spell_turn_markers_that_the_vocabulary_calls_text(
