@@ -70,14 +70,14 @@ class ConstraintCompiler:
         if grammar is not None:
             return grammar
         try:
-            grammar = self._process.ask({"kind": constraint.kind, "source": constraint.source})["grammar"]
+            compiled: str = self._process.ask({"kind": constraint.kind, "source": constraint.source})["grammar"]
         except HelperFailed as failure:
             raise InvalidField(constraint.path, f"its compilation {failure}") from None
         with self._lock:
-            self._grammars[constraint] = grammar
+            self._grammars[constraint] = compiled
             if len(self._grammars) > MAX_CACHED:
                 self._grammars.popitem(last=False)
-        return grammar
+        return compiled
 
     def close(self) -> None:
         """End the process."""
