@@ -31,6 +31,7 @@ from foreword.service.frontend.timeline import Timeline
 from foreword.service.frontend.validation import check_scored_prompt
 from foreword.service.status import RpcDeadlineExceeded
 from foreword.service.tenants import cache_scope
+from foreword.service.text.constraint import Constraint
 
 _log = structlog.get_logger(__name__)
 
@@ -116,6 +117,7 @@ class Generation:
         self._request_key = engine.new_request_key(settings.num_outputs)
         self._last_step_id = self._last_prefill_step_id = 0
         self._cancel_requested = False
+        self._compilation: asyncio.Task[str] | None = None
         self._prompt: PromptEcho | None = None
         self._paused_ns = 0
         self._watchdog: asyncio.TimerHandle | None = None
@@ -181,14 +183,13 @@ class Generation:
             if self.settings.echo_prompt or self.settings.prompt_logprobs:
                 self._prompt = PromptEcho(self.settings, self._model.text.vocabulary, prompt_token_ids)
             if self.settings.constraint is not None:
-                grammar = await self._model.text.compile_constraint(self.settings.constraint)
-                request = replace(request, grammar=grammar)
+                request = await self._constrain(request, self.settings.constraint)
                 self.timeline.compile_ns = time.monotonic_ns()
             if self.error is not None:
                 raise self.error
             if self._cancel_requested:
                 self._end_all(Finish(FinishReason.CANCELLED))
-            else:
+            elif not self.is_over:
                 await self._submit(request)
             self.is_admitted = True
         except ForewordError as error:
@@ -198,6 +199,8 @@ class Generation:
     def cancel(self) -> None:
         """End it early; it finishes with what there is. No effect once it is over."""
         self._cancel_requested = True
+        if self._compilation is not None:
+            self._compilation.cancel()
         if not self.is_over:
             for output in self._active_outputs:
                 self._engine.cancel(output.request_key)
@@ -274,6 +277,25 @@ class Generation:
         if not len(token_ids):
             raise InvalidField("prompt", "has no tokens")
         return token_ids
+
+    async def _constrain(self, request: Request, constraint: Constraint) -> Request:
+        """Compile a constraint for a request, unless a cancel or the time limit comes first."""
+        self._compilation = asyncio.create_task(self._model.text.compile_constraint(constraint))
+        alarm = asyncio.get_running_loop().call_at(self.deadline_ns / 1e9, self._compilation.cancel)
+        try:
+            return replace(request, grammar=await self._compilation)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the call itself is cancelled
+                raise
+        finally:
+            alarm.cancel()
+            self._compilation = None
+        if not self._cancel_requested:
+            if self._is_rpc_deadline:
+                raise RpcDeadlineExceeded("the deadline of the RPC has passed")
+            self._end_all(Finish(FinishReason.DEADLINE))
+        return request
 
     async def _submit(self, request: Request) -> None:
         """Hand it to the engine, and see to it that it ends even if the engine does not answer."""
