@@ -34,7 +34,7 @@ def test_given_memory_is_filled_with_blocks(model: ModelConfig) -> None:
     block = kv_cache_bytes_per_block(model, 16, "bfloat16")
     for size, num_blocks in ((block, 1), (2 * block - 1, 1), (100 * block, 100)):
         assert count_blocks(EngineConfig("m", dtype="bfloat16", kv_cache_bytes=size), model, 8192) == num_blocks
-    with pytest.raises(ConfigError, match="kv_cache_bytes"):
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
         count_blocks(EngineConfig("m", dtype="bfloat16", kv_cache_bytes=block - 1), model, 8192)
 
 
@@ -67,7 +67,7 @@ def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.Monke
         ({"dtype": "float8"}, ConfigError, "dtype"),
         ({"max_num_batched_tokens": 8}, ConfigError, "max_num_batched_tokens"),
         ({"block_size": 0}, ConfigError, "block_size"),
-        ({"kv_cache_bytes": -1}, ConfigError, "kv_cache_bytes"),
+        ({"kv_cache_bytes": -1}, ConfigError, "kv_cache_memory"),
         ({"max_num_waiting": -1}, ConfigError, "max_num_waiting"),
         ({"max_num_sequences": -1}, ConfigError, "max_num_sequences"),
         ({"max_model_len": 1 << 20}, ConfigError, "max_model_len"),
