@@ -65,7 +65,12 @@ class CudaBackend(Backend[torch.Tensor]):
             dtype: compute dtype.
             driver: compiles and launches the kernels on that device.
             device: "cuda:0"; "cpu" with a driver that runs kernels there.
+
+        Raises:
+            ConfigError: the device does not compute in this number format.
         """
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype: must be one of {', '.join(sorted(DTYPES))} on the CUDA device, got '{dtype}'")
         self.device = device
         self.device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CUDA checker"
         self.dtype = dtype

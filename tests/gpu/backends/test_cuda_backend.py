@@ -30,6 +30,11 @@ def out_of_memory(*arguments: Any, **keywords: Any) -> None:
     raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
 
+def test_a_number_format_of_another_device_is_refused(checker: CheckerDriver) -> None:
+    with pytest.raises(ConfigError, match="dtype: must be one of bfloat16, float32 on the CUDA device, got 'int8'"):
+        CudaBackend("int8", checker, device="cpu")
+
+
 def test_a_cache_that_does_not_fit_names_the_setting(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", out_of_memory)
     with pytest.raises(ConfigError, match="kv_cache_memory: 4 blocks do not fit the memory left on CUDA checker"):

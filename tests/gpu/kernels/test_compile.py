@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
+import nvrtc
 import pytest
 
 from foreword.gpu.kernels.attention import attention_launches
 from foreword.gpu.kernels.table import BLOCK_SIZES, HEAD_DIMS, KERNELS, PAGED_ATTENTION, PAGED_ATTENTION_WIDE, TYPES
 
-nvrtc = pytest.importorskip("nvrtc", exc_type=ImportError)
 STATIC_SHARED_LIMIT = 48 * 1024
 DYNAMIC_SHARED_LIMIT = 227 * 1024  # of sm_90 and sm_100
 
