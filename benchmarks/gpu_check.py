@@ -248,7 +248,7 @@ def speeds(machine: Machine) -> Iterator[Line]:
         "random": sampling_batch(rows),
         "top-k 50, top-p 0.95": sampling_batch(rows, top_k=50, top_p=0.95),
     }.items():
-        seconds = machine.seconds(lambda params=params: cuda.sample_and_accept(logits, params, *drafts))  # type: ignore[misc]
+        seconds = machine.seconds(lambda params=params: cuda.sample_and_accept(logits, params, *drafts)())  # type: ignore[misc]
         yield Line(f"sample and accept {rows} x {vocab} {name}", f"{seconds * 1e6:.0f} us, copies included", "<= 60 us")
     stream, weight = cuda.weight(np.ones((1, 32), np.float32)), cuda.weight(np.ones(32, np.float32))
     start, launches = time.perf_counter(), machine.size(2000, 20)

@@ -6,7 +6,8 @@ The library chooses the order of summation of a product by its shape, so every p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from foreword.gpu.backends.acceptance import AcceptedTokens
+from foreword.gpu.backends.acceptance import AcceptedTokens, spread
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
 from foreword.gpu.backends.cuda_attention import (
     HEAD_DIM_MULTIPLE,
@@ -25,7 +26,7 @@ from foreword.gpu.backends.cuda_attention import (
 from foreword.gpu.backends.cuda_graphs import StepGraphs, padded_size
 from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
-from foreword.gpu.backends.staging import StagingBuffer
+from foreword.gpu.backends.staging import ResultBuffer, StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
 from foreword.gpu.kernels.table import (
@@ -82,6 +83,9 @@ class CudaBackend(Backend[torch.Tensor]):
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._score_inputs = StagingBuffer(self._device, _STAGING_BYTES)
+        self._results = ResultBuffer(self._device, _STAGING_BYTES)
+        self._scores = ResultBuffer(self._device, _STAGING_BYTES)
+        self._last_tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -135,6 +139,8 @@ class CudaBackend(Backend[torch.Tensor]):
                 f"kv_cache_memory: {shape.num_blocks} blocks do not fit the memory left on {self.device_name}"
             ) from error
         table = torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32, device=self._device)
+        if shape.num_rows > len(self._last_tokens):
+            self._last_tokens = torch.zeros(shape.num_rows, dtype=torch.int32, device=self._device)
         return KVCache(shape, keys, values, table)
 
     def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
@@ -166,7 +172,15 @@ class CudaBackend(Backend[torch.Tensor]):
 
     def compute(self, model: Callable[[Batch[torch.Tensor]], torch.Tensor], batch: Batch[torch.Tensor]) -> torch.Tensor:
         assert isinstance(batch, CudaBatch)
-        return self._graphs.run(model, batch) if batch.padded_to else model(batch)
+
+        def run(batch: Batch[torch.Tensor]) -> torch.Tensor:
+            return model(replace(batch, token_ids=self._known(batch.token_ids, batch.token_rows)))
+
+        return self._graphs.run(run, batch) if batch.padded_to else run(batch)
+
+    def _known(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Token ids with what their rows have drawn last in place of -1."""
+        return torch.where(token_ids < 0, self._last_tokens.index_select(0, rows), token_ids)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         rows, width = len(token_ids), table.shape[1]
@@ -250,21 +264,36 @@ class CudaBackend(Backend[torch.Tensor]):
         return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
 
     def sample_and_accept(
-        self, logits: torch.Tensor, params: SamplingBatch, input_ids: Int32Array, logits_offsets: Int32Array
-    ) -> AcceptedTokens:
-        drawn, inputs = self._draw(logits, params, input_ids, logits_offsets)
-        rows, sequences = len(logits), len(logits_offsets) - 1
-        sizes = [sequences + 1, sequences, rows, rows, rows]
+        self,
+        logits: torch.Tensor,
+        params: SamplingBatch,
+        input_ids: Int32Array,
+        logits_offsets: Int32Array,
+        rows: Int32Array | None = None,
+    ) -> Callable[[], AcceptedTokens]:
+        scored_rows = np.flatnonzero(np.zeros(0) if params.want_scores is None else params.want_scores).astype(np.int32)
+        kept_rows = np.zeros(0, np.int32) if rows is None else rows
+        drawn, inputs = self._draw(logits, params, input_ids, logits_offsets, kept_rows, scored_rows)
+        *tokens, to_keep, to_score = inputs
+        num_rows, sequences = len(logits), len(logits_offsets) - 1
+        sizes = [
+            sequences + 1,
+            sequences,
+            num_rows,
+            num_rows,
+            num_rows,
+            *_score_sizes(len(scored_rows), params.num_top),
+        ]
         out = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
-        offsets, failed, logits_rows, token_ids, logprobs = torch.split(out, sizes)
+        offsets, failed, logits_rows, token_ids, logprobs, *scores = torch.split(out, sizes)
         samples = (drawn[0], drawn[1].view(torch.float32), drawn[2])
         outputs = (offsets, logits_rows, token_ids, logprobs.view(torch.float32), failed)
+        kept = (None, None) if rows is None else (to_keep, self._last_tokens)
         threads = min(ACCEPT.threads, WARP * max(sequences, 1))
-        self._launcher.launch(ACCEPT, (), (1,), *samples, *inputs, *outputs, sequences, threads=threads)
-        host_offsets, host_failed, *tokens = np.split(out.cpu().numpy(), np.cumsum(sizes)[:-1])
-        host_rows, host_ids, host_logprobs = (array[: host_offsets[-1]] for array in tokens)
-        is_failed = host_failed.astype(np.bool_)
-        return AcceptedTokens(host_offsets, host_rows, host_ids, host_logprobs.view(np.float32), is_failed)
+        self._launcher.launch(ACCEPT, (), (1,), *samples, *tokens, *outputs, *kept, sequences, threads=threads)
+        self._launch_score(logits, to_score, drawn[0].index_select(0, to_score), scores, params.num_top)
+        wait = self._results.download(out)
+        return lambda: _accepted(wait(), sizes, scored_rows, params.num_top)
 
     def _draw(
         self, logits: torch.Tensor, params: SamplingBatch, *others: npt.NDArray[Any]
@@ -310,22 +339,34 @@ class CudaBackend(Backend[torch.Tensor]):
         self._launch(SAMPLE, (rows,), logits, processed, *inputs[len(processing) :], *outputs, vocab, threads=threads)
         return drawn, uploaded[len(inputs) :]
 
-    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
-        num_tokens, vocab = len(rows), logits.shape[1]
-        inputs = self._score_inputs.upload(rows, token_ids)
-        integers = torch.empty(num_tokens * (1 + num_top), dtype=torch.int32, device=self._device)
-        floats = torch.empty(num_tokens * (1 + num_top), device=self._device)
-        ranks, top_ids = integers[:num_tokens], integers[num_tokens:].view(num_tokens, num_top)
-        logprobs, top_logprobs = floats[:num_tokens], floats[num_tokens:].view(num_tokens, num_top)
-        outputs = (logprobs, ranks, top_ids, top_logprobs)
-        self._launch(SCORE, (num_tokens,), logits, *inputs, *outputs, vocab, num_top, threads=_row_threads(vocab))
-        on_host, floats_on_host = integers.cpu().numpy(), floats.cpu().numpy()
-        return TokenScores(
-            floats_on_host[:num_tokens],
-            on_host[:num_tokens],
-            num_top,
-            on_host[num_tokens:],
-            floats_on_host[num_tokens:],
+    def score(
+        self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int
+    ) -> Callable[[], TokenScores]:
+        sizes = _score_sizes(len(rows), num_top)
+        out = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
+        row_inputs, token_inputs = self._score_inputs.upload(rows, token_ids)
+        self._launch_score(logits, row_inputs, token_inputs, torch.split(out, sizes), num_top)
+        wait = self._scores.download(out)
+        return lambda: _token_scores(np.split(wait(), np.cumsum(sizes)[:-1]), num_top)
+
+    def _launch_score(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        out: Sequence[torch.Tensor],
+        num_top: int,
+    ) -> None:
+        vocab, shape = logits.shape[1], (len(rows), num_top)
+        logprobs, ranks, top_ids, top_logprobs = out
+        outputs = (
+            logprobs.view(torch.float32),
+            ranks,
+            top_ids.view(shape),
+            top_logprobs.view(torch.float32).view(shape),
+        )
+        self._launch(
+            SCORE, (len(rows),), logits, rows, token_ids, *outputs, vocab, num_top, threads=_row_threads(vocab)
         )
 
     def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument, threads: int | None = None) -> None:
@@ -339,6 +380,26 @@ class CudaBackend(Backend[torch.Tensor]):
             return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
+
+
+def _score_sizes(num_tokens: int, num_top: int) -> list[int]:
+    """Values of log probabilities, ranks, most probable ids and their log probabilities."""
+    return [num_tokens, num_tokens, num_tokens * num_top, num_tokens * num_top]
+
+
+def _token_scores(values: list[Int32Array], num_top: int) -> TokenScores:
+    logprobs, ranks, top_ids, top_logprobs = values
+    return TokenScores(logprobs.view(np.float32), ranks, num_top, top_ids, top_logprobs.view(np.float32))
+
+
+def _accepted(results: Int32Array, sizes: list[int], scored_rows: Int32Array, num_top: int) -> AcceptedTokens:
+    offsets, failed, *tokens = np.split(results, np.cumsum(sizes)[:-1])
+    rows, token_ids, logprobs = (array[: offsets[-1]] for array in tokens[:3])
+    is_scored, scores = np.isin(rows, scored_rows), None
+    if is_scored.any():
+        scores = _token_scores(tokens[3:], num_top).take(np.searchsorted(scored_rows, rows[is_scored]))
+        scores = spread(scores, is_scored)
+    return AcceptedTokens(offsets, rows, token_ids, logprobs.view(np.float32), failed.astype(np.bool_), scores)
 
 
 def _row_threads(vocab: int) -> int:

@@ -108,6 +108,8 @@ class SamplingBatch:
             effect.
         num_masked: int32 `[L]`.
         want_logprob: bool `[L]`.
+        want_scores: bool `[L]` rows whose tokens are to be scored; None for none.
+        num_top: most probable tokens at each position that is scored.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -126,6 +128,8 @@ class SamplingBatch:
     masked_ids: npt.NDArray[np.int32]
     num_masked: npt.NDArray[np.int32]
     want_logprob: npt.NDArray[np.bool_]
+    want_scores: npt.NDArray[np.bool_] | None = None
+    num_top: int = 0
 
 
 @dataclass(frozen=True, slots=True)

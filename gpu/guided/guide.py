@@ -115,12 +115,7 @@ class GuidedRows:
 
     def restrict(self, plan: StepPlan, params: SamplingBatch) -> SamplingBatch:
         """Add to the masks of a step what the grammars allow at its positions."""
-        offsets = plan.logits_offsets.tolist()
-        self._parts = [
-            _Part(b, self._guides[row], offsets[b], offsets[b + 1])
-            for b, row in enumerate(plan.rows.tolist() if self._guides else ())
-            if row in self._guides and offsets[b] < offsets[b + 1]
-        ]
+        self._parts = self._parts_of(plan)
         if not self._parts:
             return params
         allowed = self._allowed(plan)
@@ -135,7 +130,7 @@ class GuidedRows:
     def follow(
         self, plan: StepPlan, params: SamplingBatch, tokens: AcceptedTokens
     ) -> tuple[AcceptedTokens, Int32Array | None]:
-        """Take the tokens that came out of a step.
+        """Take the tokens that came out of a step; other rows may have been restricted for the next one meanwhile.
 
         Args:
             plan: of the step.
@@ -145,6 +140,7 @@ class GuidedRows:
         Returns:
             the tokens without those behind the end of a grammar, and `StepResult.constraint_reasons`.
         """
+        self._parts = self._parts_of(plan)
         if not self._parts:
             return tokens, None
         counts = np.diff(tokens.offsets)
@@ -176,6 +172,14 @@ class GuidedRows:
         keep = np.arange(len(drafts.token_ids)) - np.repeat(drafts.offsets[:-1], np.diff(drafts.offsets))
         is_kept = keep < np.repeat(counts, np.diff(drafts.offsets))
         return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), drafts.token_ids[is_kept])
+
+    def _parts_of(self, plan: StepPlan) -> list[_Part]:
+        offsets = plan.logits_offsets.tolist()
+        return [
+            _Part(b, self._guides[row], offsets[b], offsets[b + 1])
+            for b, row in enumerate(plan.rows.tolist() if self._guides else ())
+            if row in self._guides and offsets[b] < offsets[b + 1]
+        ]
 
     def _allowed(self, plan: StepPlan) -> npt.NDArray[np.uint32]:
         """What the grammars allow at the positions of all parts, `[P, ceil(V / 32)]`."""

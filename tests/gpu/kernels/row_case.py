@@ -152,7 +152,7 @@ def check_scores(launch: Any) -> None:
     logits = normal(3, VOCAB)
     logits[1, [5, 9]] = 7.0
     rows, token_ids, num_top = np.array([2, 1, 1], np.int32), np.array([200, 9, 0], np.int32), 4
-    expected = NumpyBackend().score(logits, rows, token_ids, num_top)
+    expected = NumpyBackend().score(logits, rows, token_ids, num_top)()
     logprobs, ranks = poison(3), np.full(3, -7, np.int32)
     top_ids, top_logprobs = np.full((3, num_top), -7, np.int32), poison(3, num_top)
     launch(table.SCORE, 3, THREADS, logits, rows, token_ids, logprobs, ranks, top_ids, top_logprobs, VOCAB, num_top)
