@@ -349,7 +349,7 @@ def main() -> int:
     print()
     for line in lines:
         verdict = {None: "", True: "pass", False: "FAIL"}[line.passed]
-        print(f"{line.name:<44}{line.value:<34}{line.target:<22}{verdict}")
+        print(f"{line.name:<48}{line.value:<34}{line.target:<22}{verdict}")
     return int(any(line.passed is False for line in lines))
 
 

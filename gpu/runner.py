@@ -238,7 +238,13 @@ def load_runner(
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
     guided_rows = GuidedRows(GrammarCompiler(vocabulary), config.num_threads) if vocabulary else None
-    return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size), guided_rows)
+    runner = ModelRunner(config, decoder, guided_rows=guided_rows)
+    if config.device == "cuda":
+        from foreword.gpu.warm_up import warm_up  # imports torch
+
+        warm_up(runner)
+    runner.speculator = _open_speculator(config, model_config.vocab_size)
+    return runner
 
 
 def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:

@@ -134,13 +134,13 @@ class CudaBackend(Backend[torch.Tensor]):
         try:
             keys = torch.empty(size, dtype=self._dtype, device=self._device)
             values = torch.empty(size, dtype=self._dtype, device=self._device)
+            table = torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32, device=self._device)
+            if shape.num_rows > len(self._last_tokens):
+                self._last_tokens = torch.zeros(shape.num_rows, dtype=torch.int32, device=self._device)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"kv_cache_memory: {shape.num_blocks} blocks do not fit the memory left on {self.device_name}"
             ) from error
-        table = torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32, device=self._device)
-        if shape.num_rows > len(self._last_tokens):
-            self._last_tokens = torch.zeros(shape.num_rows, dtype=torch.int32, device=self._device)
         return KVCache(shape, keys, values, table)
 
     def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:

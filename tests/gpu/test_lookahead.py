@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from simt.driver import CheckerDriver
 
 from foreword.gpu.backends.cuda_backend import CudaBackend
@@ -97,6 +98,10 @@ class Run:
             start = end
 
 
+def out_of_memory(*arguments: Any, **keywords: Any) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+
 @pytest.fixture
 def requests(new_request: Callable[..., Request]) -> list[Request]:
     """Prompts that repeat themselves, greedy and random, with and without what they may ask for beside tokens."""
@@ -171,6 +176,25 @@ def test_a_cancel_while_a_step_is_under_way_changes_nobody_else(
     assert outputs[0].reason is FinishReason.CANCELLED
     assert outputs[0].tokens == expected[0].tokens[: len(outputs[0].tokens)]
     assert {key: outputs[key] for key in range(1, 5)} == {key: expected[key] for key in range(1, 5)}
+
+
+def test_memory_that_ends_under_way_leaves_the_step_before_its_result(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    checker: CheckerDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = new_runner("float32", CudaBackend("float32", checker, device="cpu"))
+    writer, request = plan_writer(), new_request([5, 6, 7], temperature=0.0)
+    plan = writer.plan([(3, [5, 6, 7], 1)], [(3, request)])
+    expected = runner.execute(plan).token_ids.tolist()
+    under_way = runner.launch(plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "where", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.launch(writer.plan([(3, [-1], 1)]))
+    assert under_way().token_ids.tolist() == expected
 
 
 def test_what_a_step_wanted_is_read_when_it_is_begun(

@@ -41,10 +41,32 @@ def test_a_cache_that_does_not_fit_names_the_setting(cuda: CudaBackend, monkeypa
         cuda.kv_cache(ENOUGH)
 
 
-def test_weights_that_do_not_fit_are_an_error_of_the_device(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("upload", ["weight", "embedding_weight", "linear_weight", "head_weight"])
+def test_weights_that_do_not_fit_are_an_error_of_the_device(
+    cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch, upload: str
+) -> None:
     monkeypatch.setattr(torch.Tensor, "to", out_of_memory)
     with pytest.raises(DeviceError, match="weights do not fit the memory of CUDA checker"):
-        cuda.linear_weight(np.zeros((2, 2), np.float32))
+        getattr(cuda, upload)(np.zeros((2, 2), np.float32))
+
+
+def test_a_bias_that_does_not_fit_is_one_too(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = torch.Tensor.to
+
+    def only_matrices(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return out_of_memory() if tensor.ndim == 1 else to(tensor, *arguments, **keywords)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(torch.Tensor, "to", only_matrices)
+    with pytest.raises(DeviceError, match="weights do not fit the memory of CUDA checker"):
+        cuda.linear_weight(np.zeros((2, 2), np.float32), np.zeros(2, np.float32))
+
+
+def test_block_tables_that_do_not_fit_name_the_setting_of_the_cache(
+    cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "zeros", out_of_memory)
+    with pytest.raises(ConfigError, match="kv_cache_memory: 4 blocks do not fit"):
+        cuda.kv_cache(ENOUGH)
 
 
 def test_memory_that_ends_within_a_step_leaves_the_runner_usable(
