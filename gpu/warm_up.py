@@ -17,7 +17,8 @@ from foreword.scheduler.step import Int32Array, StepPlan
 def warm_up(runner: ModelRunner) -> None:
     """Compute the greatest step there can be, and one of each recorded size.
 
-    What they leave in the cache belongs to no sequence. So kernels are compiled and workspaces allocated now, and what does not work shows before the server is ready.
+    What they leave in the cache belongs to no sequence. So kernels are compiled and workspaces allocated now, and what
+    does not work shows before the server is ready.
 
     Args:
         runner: new, without a speculator: what it would learn from these steps is not true.
