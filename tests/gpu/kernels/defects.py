@@ -162,6 +162,8 @@ ROW = (
         (PLAIN,),
     ),
     Defect("the next most probable repeats", "row.cuh", "key < bound", "key <= bound", (PLAIN,)),
+    Defect("padding is drawn", SAMPLE, "position[i] < 0", "false", (PLAIN,)),
+    Defect("padding is processed", PROCESS, "if (i < 0) return;", "", (ADDRESS,)),
     Defect("ids past the vocabulary", SAMPLE, "id < row.vocab ? row(id)", "true ? row(id)", (ADDRESS,)),
     Defect("words of Philox in another order", "philox.cuh", "counter[1] = low1;", "counter[1] = low0;", (PLAIN,)),
     Defect("mask read bit by bit from the top", PROCESS, ">> id % 32", ">> (31 - id % 32)", (PLAIN,)),

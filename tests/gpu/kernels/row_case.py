@@ -76,6 +76,7 @@ def check(folder: Path, seed: int, dtype: str = "float32") -> None:
     check_elementwise(launch)
     check_rotation(launch)
     check_sampling(launch)
+    check_padding(launch)
     check_scores(launch)
 
 
@@ -103,14 +104,15 @@ def check_elementwise(launch: Launcher) -> None:
 
 
 def check_rotation(launch: Launcher) -> None:
-    """Three heads over one KV head; the last token is padding, and no slot but those of the others changes."""
+    """Three heads over one KV head; the last token is padding, and nothing but the slots of the others changes."""
     half, heads, blocks, block_size = 8, 3, 3, 4
     qkv = launch.array(normal(3, (heads + 2) * 2 * half))
     positions, slots = np.array([2, 9, 0], np.int32), np.array([1, 11, -1], np.int32)
     angles = normal(10, half)
     cos, sin = np.cos(angles), np.sin(angles)
     queries = launch.poison(3, heads * 2 * half)
-    keys, stored = (launch.poison(blocks, 1, block_size, 2 * half) for _ in range(2))
+    caches = [launch.poison(1 + blocks, 1, block_size, 2 * half) for _ in range(2)]
+    keys, stored = (cache[1:] for cache in caches)
     sizes = (heads, 1, half, block_size)
     launch(table.ROTATE_AND_STORE, 3, 64, qkv, cos, sin, positions, slots, queries, keys, stored, *sizes)
     split = values(qkv).reshape(3, heads + 2, 2, half)
@@ -121,8 +123,9 @@ def check_rotation(launch: Launcher) -> None:
     flat_keys, flat_values = keys.reshape(-1, 2 * half), stored.reshape(-1, 2 * half)
     launch.assert_close(flat_keys[slots[:2]], rotated[:2, heads])
     np.testing.assert_array_equal(values(flat_values[slots[:2]]), split[:2, heads + 1].reshape(2, -1))
-    for rows in (flat_keys, flat_values):
-        assert np.isnan(values(np.delete(rows, slots[:2], axis=0))).all()
+    for cache in caches:
+        rows = cache.reshape(-1, 2 * half)
+        assert np.isnan(values(np.delete(rows, block_size + slots[:2], axis=0))).all()
 
 
 def parameters() -> SamplingBatch:
@@ -180,6 +183,30 @@ def check_sampling(launch: Launcher) -> None:
         np.testing.assert_array_equal(token_ids, expected.token_ids)
         np.testing.assert_allclose(logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(failed, expected.failed)
+
+
+def check_padding(launch: Launcher) -> None:
+    """Rows of a recorded step that the batch does not have: nothing of them is read, and their results are 0."""
+    params, logits = parameters(), launch.poison(ROWS, VOCAB)
+    nowhere, processed = np.full(ROWS, -1, np.int32), poison(2, VOCAB)
+    index = np.full(ROWS, 1 << 20, np.int32)  # of masks and lists, none of which are there
+    masks, biases, history = params.masks, params.biases, params.history
+    launch(
+        table.PROCESS, 2, THREADS, logits, nowhere, index, masks.words,
+        index, biases.offsets, biases.ids, biases.values, params.masked_ids, params.num_masked,
+        index, history.offsets, history.ids, history.counts,
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+        processed, VOCAB, masks.words.shape[1], 2,
+    )  # fmt: skip
+    assert np.isnan(processed).all()
+    token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
+    launch(
+        table.SAMPLE, ROWS, THREADS, logits, processed, nowhere, params.temperature, params.top_k, params.top_p,
+        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1), params.want_logprob.view(np.uint8),
+        token_ids, logprobs, failed, VOCAB,
+    )  # fmt: skip
+    for result in (token_ids, logprobs, failed):
+        assert not result.any()
 
 
 def check_scores(launch: Launcher) -> None:

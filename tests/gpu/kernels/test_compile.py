@@ -23,7 +23,7 @@ STATIC_SHARED_LIMIT = 48 * 1024
 
 
 def test_each_kernel_compiles_without_spills() -> None:
-    """In its first instantiation, and attention in its largest; sanitized.py compiles all for every architecture."""
+    """In its first instantiation, and attention in its largest; whole_table.py compiles all for every architecture."""
     instantiations = [(kernel, kernel.instantiations[0]) for kernel in KERNELS]
     largest = (PAGED_ATTENTION, PAGED_ATTENTION_WIDE, PAGED_ATTENTION_FMA)
     instantiations += [(kernel, kernel.instantiations[-1]) for kernel in largest]

@@ -17,7 +17,7 @@ from attention_case import (
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 ORDERS = [0, 1, 2]
-# Each head size with both kernels, each block size with each element type; sanitized.py tries the whole table.
+# Each head size with both kernels, each block size with each element type; whole_table.py tries all of them.
 INSTANTIATIONS = [(BF16, 64, 16), (F16, 128, 32), (BF16, 80, 32), (F16, 96, 16), (BF16, 256, 16), (F16, 16, 16)]
 INSTANTIATIONS += [(F32, 16, 16), (F32, 64, 16), (F32, 80, 32), (F32, 96, 32), (F32, 128, 16), (F32, 256, 32)]
 SHAPES = {
