@@ -135,15 +135,19 @@ class ModelRunner:
             self._sampling.admit(row, request, plan.output_token_ids[output])
         backend, guided_rows = self.decoder.backend, self.guided_rows
         batch = backend.upload(plan, self.cache)
-        logits = backend.compute(self._compute_logits, batch)
-        num_logits = len(plan.logits_indices)
-        params = self._sampling.select(plan)
+        params, input_ids = self._sampling.select(plan), plan.token_ids[plan.logits_indices]
         if guided_rows:
             guided_rows.admit(plan)
-            params = guided_rows.restrict(plan, params)
-        input_ids = plan.token_ids[plan.logits_indices]
-        tokens = backend.sample_and_accept(logits[:num_logits], params, input_ids, plan.logits_offsets, plan.rows)
-        prompt_scores = self._score_prompts(logits, plan)
+        if not len(plan.scored_indices) and not (guided_rows and guided_rows.concerns(plan)):
+            draw = (params, input_ids, plan.logits_offsets, plan.rows)
+            tokens, prompt_scores = backend.compute_and_accept(self._compute_logits, batch, *draw), None
+        else:
+            logits = backend.compute(self._compute_logits, batch)
+            if guided_rows:
+                params = guided_rows.restrict(plan, params)  # while the device computes
+            rows = logits[: len(input_ids)]
+            tokens = backend.sample_and_accept(rows, params, input_ids, plan.logits_offsets, plan.rows)
+            prompt_scores = self._score_prompts(logits, plan)
         return lambda: self._finish(_LaunchedStep(plan, start_ns, params, tokens, prompt_scores))
 
     def _finish(self, step: _LaunchedStep) -> StepResult:

@@ -29,13 +29,15 @@ def warm_up(runner: ModelRunner) -> None:
     """
     config = runner.config
     longest = min(config.max_num_batched_tokens, config.max_model_len, config.num_blocks * config.block_size)
-    # A bias, scores and a temperature need every kernel of sampling.
-    sampling = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
-    request = Request(0, np.zeros(longest, np.int32), StoppingParams(1), sampling, num_top_logprobs=1)
+    prompt, stopping = np.zeros(longest, np.int32), StoppingParams(1)
+    plain = Request(0, prompt, stopping)
+    # A bias and scores need the other kernels of sampling, which stay outside of what is recorded.
+    demanding = Request(0, prompt, stopping, SamplingParams(logit_bias=((0, 1.0),)), num_top_logprobs=1)
     try:
-        runner.execute(_step(config.block_size, [longest], ((0, request),)))
-        for size in sorted({min(size, config.max_num_sequences) for size in SIZES}):
-            runner.execute(_step(config.block_size, [1] * size))
+        for request in (demanding, plain):
+            runner.execute(_step(config.block_size, [longest], ((0, request),)))
+            for size in sorted({min(size, config.max_num_sequences) for size in SIZES}):
+                runner.execute(_step(config.block_size, [1] * size))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"kv_cache_memory: {config.num_blocks} blocks leave too little memory on {runner.device_name} for a step "

@@ -243,6 +243,19 @@ class Backend(ABC, Generic[A]):
             tokens = replace(tokens, scores=spread(self.score(logits, *scored, params.num_top)(), is_scored))
         return lambda: tokens
 
+    def compute_and_accept(
+        self,
+        model: Callable[[Batch[A]], A],
+        batch: Batch[A],
+        params: SamplingBatch,
+        input_ids: Int32Array,
+        logits_offsets: Int32Array,
+        rows: Int32Array,
+    ) -> Callable[[], AcceptedTokens]:
+        """`compute` and `sample_and_accept` as one, for a batch whose logits are all drawn from."""
+        logits = self.compute(model, batch)
+        return self.sample_and_accept(logits[: len(input_ids)], params, input_ids, logits_offsets, rows)  # type: ignore[index]
+
     @abstractmethod
     def score(self, logits: A, rows: Int32Array, token_ids: Int32Array, num_top: int) -> Callable[[], TokenScores]:
         """Say how probable given tokens are under softmax(logits), and which are the most probable.

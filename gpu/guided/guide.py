@@ -113,6 +113,10 @@ class GuidedRows:
                 start, end = plan.output_offsets[i : i + 2]
                 self._guides[row] = Guide(self._compiler, request, plan.output_token_ids[start:end].tolist())
 
+    def concerns(self, plan: StepPlan) -> bool:
+        """Whether a grammar restricts any position of a step."""
+        return bool(self._parts_of(plan))
+
     def restrict(self, plan: StepPlan, params: SamplingBatch) -> SamplingBatch:
         """Add to the masks of a step what the grammars allow at its positions."""
         self._parts = self._parts_of(plan)

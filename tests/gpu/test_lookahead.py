@@ -111,6 +111,7 @@ def requests(new_request: Callable[..., Request]) -> list[Request]:
         {"stop_token_ids": tuple(range(0, VOCAB, 9))},
         {"min_output_tokens": 6, "eos_token_ids": tuple(range(0, VOCAB, 3))},
         {"want_ranks": True, "banned_token_ids": (1, 2, 3)},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
     ]
     requests = []
     for key, fields in enumerate(wanted):
@@ -175,7 +176,7 @@ def test_a_cancel_while_a_step_is_under_way_changes_nobody_else(
     outputs = Run(runner, 1).generate(requests, cancel=0)
     assert outputs[0].reason is FinishReason.CANCELLED
     assert outputs[0].tokens == expected[0].tokens[: len(outputs[0].tokens)]
-    assert {key: outputs[key] for key in range(1, 5)} == {key: expected[key] for key in range(1, 5)}
+    assert {key: outputs[key] for key in range(1, 6)} == {key: expected[key] for key in range(1, 6)}
 
 
 def test_memory_that_ends_under_way_leaves_the_step_before_its_result(
