@@ -40,8 +40,8 @@ fix: $(VENV)/.dev ## Format and repair what ruff can.
 kernels: $(VENV)/.dev build ## Compile every CUDA kernel for sm_80, sm_90, sm_100 without a GPU; print what each needs (ARGS="sm_90").
 	@PYTHONPATH=tests $(BIN)/python tests/gpu/kernels/nvrtc.py $(ARGS)
 
-test-kernels-full: $(VENV)/.dev build ## CUDA kernels under address, undefined-behaviour and thread sanitizers; planted defects.
-	@$(BIN)/python -m pytest tests/gpu/kernels/sanitized.py $(ARGS)
+test-kernels-full: $(VENV)/.dev build ## CUDA kernels: every instantiation, sanitizers, planted defects.
+	@$(BIN)/python -m pytest tests/gpu/kernels/whole_table.py tests/gpu/kernels/sanitized.py $(ARGS)
 
 proto: $(VENV)/.tools ## Compile proto/ into build/tree/foreword/v1.
 	@$(BIN)/python -c 'import setup; setup.link_tree(); setup.generate_proto(setup.TREE.parent)'
