@@ -119,6 +119,16 @@ class Request:
     num_outputs: int = 1
 
     @property
+    def needs_last_token(self) -> bool:
+        """Whether the distribution of its next token depends on which one it drew last, beyond what the model computes.
+
+        So it does under a grammar and under penalties. Under lookahead such a sequence waits for each result.
+        """
+        sampling = self.sampling
+        is_penalised = sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
+        return bool(self.grammar) or bool(is_penalised)
+
+    @property
     def output_keys(self) -> range:
         """Keys of its outputs."""
         return range(self.request_key, self.request_key + self.num_outputs)

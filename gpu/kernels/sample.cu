@@ -6,6 +6,9 @@
 //   want_logprob byte [rows]; draft_ids int [rows]: tried first where by_rejection, outside the vocabulary for none
 //   token_ids int [rows], logprobs float [rows], failed int [rows]
 //
+// A row with a negative position is padding, as in a recorded step that has fewer rows than room: it gets 0, and its
+// logits are not read. Everything that changes from step to step is read from device memory.
+//
 // Grid (rows); the whole block walks the row as often as its parameters need: twice for greedy, once more for the log
 // probability, three times each for top-k and top-p, five times for typical-p, once for the draw, once more for the
 // probability of a draft. A row is read from memory once and then from cache.
@@ -224,6 +227,10 @@ sample(const T* __restrict__ logits, const float* __restrict__ processed, const 
        int* __restrict__ failed, int vocab) {
     __shared__ Scratch scratch;
     const int i = blockIdx.x, index = processed_index[i];
+    if (position[i] < 0) {
+        if (threadIdx.x == 0) token_ids[i] = failed[i] = 0, logprobs[i] = 0.0f;
+        return;
+    }
     const Row<T> row = {logits + static_cast<size_t>(i) * vocab, vocab};
     const Row<float> changed = {processed + static_cast<size_t>(index < 0 ? 0 : index) * vocab, vocab};
 
