@@ -103,7 +103,7 @@ class CudaSampler:
             np.pad(changed_index, (0, padding), constant_values=-1),
             *(np.pad(array, (0, padding)) for array in numbers),
             np.pad(params.position, (0, padding), constant_values=_NOWHERE),
-            np.pad(params.want_logprob, (0, padding)),
+            *(np.pad(array, (0, padding)) for array in (params.by_rejection, params.draft_ids, params.want_logprob)),
         ]
         accept = (np.pad(input_ids, (0, padding)), np.pad(logits_offsets, (0, more_sequences), mode="edge"))
         keep = np.zeros(0, np.int32) if rows is None else np.pad(rows, (0, more_sequences))
