@@ -200,6 +200,8 @@ SAMPLE = Kernel(
         "typical_p: float32[rows]",
         "seed: uint64[rows]",
         "position: int64[rows]",
+        "by_rejection: uint8[rows]",
+        "draft_ids: int32[rows]",
         "want_logprob: uint8[rows]",
         "token_ids: int32[rows]",
         "logprobs: float32[rows]",

@@ -145,7 +145,7 @@ ROW = (
         "static_cast<double>(before) > target) break;",
         (PLAIN,),
     ),
-    Defect("range ignored in the draw", SAMPLE, "x >= range.least && ", "", (PLAIN,)),
+    Defect("range ignored in the draw", SAMPLE, "= x >= range.least && ", "= ", (PLAIN,)),
     Defect("target overwritten while it is read", SAMPLE, "__syncwarp();", "", (THREAD,)),
     Defect(
         "NaN passes",
@@ -162,6 +162,9 @@ ROW = (
         (PLAIN,),
     ),
     Defect("the next most probable repeats", "row.cuh", "key < bound", "key <= bound", (PLAIN,)),
+    Defect("a rejected draft is drawn again", SAMPLE, " && id != scratch.draft", "", (PLAIN,)),
+    Defect("a draft's share of nothing", SAMPLE, "static_cast<double>(total)", "1.0", (PLAIN,)),
+    Defect("draft past the vocabulary", SAMPLE, "&& draft < vocab ?", "?", (ADDRESS,)),
     Defect("padding is drawn", SAMPLE, "position[i] < 0", "false", (PLAIN,)),
     Defect("padding is processed", PROCESS, "if (i < 0) return;", "", (ADDRESS,)),
     Defect("ids past the vocabulary", SAMPLE, "id < row.vocab ? row(id)", "true ? row(id)", (ADDRESS,)),
@@ -198,7 +201,7 @@ REJECTED = "rejection.cu"
 REJECTION = (
     Defect("accepted whatever it was drawn from", REJECTED, " * proposed(draft)", "", (PLAIN,)),
     Defect("residual without the proposal", REJECTED, "own[id] - proposed(id)", "own[id]", (PLAIN,)),
-    Defect("one purpose for both", REJECTED, "kResidual = 2", "kResidual = 1", (PLAIN,)),
+    Defect("one purpose for both", REJECTED, "position, kAcceptance)", "position, kResidual)", (PLAIN,)),
     Defect("ids past the vocabulary", REJECTED, "id < vocab ? weight(id) : 0.0f", "weight(id)", (ADDRESS,)),
     Defect("draft past the vocabulary", REJECTED, "draft >= 0 && draft < vocab", "draft >= 0", (ADDRESS,)),
     Defect("negative probabilities pass", REJECTED, "own[id] >= 0.0f && ", "", (PLAIN,)),
