@@ -20,6 +20,7 @@ class Speculator:
 
     Attributes:
         drafter_name: of its drafter.
+        drafter_names: of the drafters that it chooses among, or of its drafter alone.
         state: whether it proposes, and why not.
     """
 
@@ -42,6 +43,7 @@ class Speculator:
             vocab_size: token ids are below it.
         """
         self.drafter_name = drafter.name
+        self.drafter_names = drafter.names
         self._drafter: Drafter | None = drafter
         self._controller = controller
         self._max_draft_tokens = max_draft_tokens
@@ -50,7 +52,12 @@ class Speculator:
         self._ends = np.zeros(max_num_sequences, np.int32)
         self._confidences = np.zeros(max_num_sequences, np.int32)
         self._first_drafts = np.zeros(max_num_sequences, np.int32)
+        self._drafters = np.zeros(max_num_sequences, np.int32)
         self.state = DraftState.ACTIVE if controller is None else controller.state
+
+    def drafters(self, plan: StepPlan) -> Int32Array:
+        """Who proposed the drafts that a plan checks `[B]`, as an index of `drafter_names`; -1 where it checks none."""
+        return np.where(np.diff(plan.logits_offsets) > 1, self._drafters[plan.rows], -1).astype(np.int32)
 
     def follow(
         self, plan: StepPlan, token_offsets: Int32Array, token_ids: Int32Array, model_duration_ns: int
@@ -81,8 +88,9 @@ class Speculator:
         token_ids: Int32Array,
         model_duration_ns: int,
     ) -> Drafts | None:
-        for row, request in plan.admitted:
-            self._admit(drafter, row, request)
+        for a, (row, request) in enumerate(plan.admitted):
+            output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
+            self._admit(drafter, row, request, plan.output_token_ids[output])
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
@@ -103,6 +111,8 @@ class Speculator:
             raise ValueError("a draft is outside the vocabulary")
         proposed = np.diff(proposals.offsets)
         self._confidences[rows] = proposals.confidences
+        if proposals.drafters is not None:
+            self._drafters[rows] = proposals.drafters
         self._first_drafts[rows[proposed > 0]] = proposals.token_ids[proposals.offsets[:-1][proposed > 0]]
         lengths: IntArray = proposed.astype(np.int64)
         if self._controller:
@@ -111,8 +121,8 @@ class Speculator:
             self.state = self._controller.state
         return _cut(proposals, lengths, decoding) if lengths.any() else None
 
-    def _admit(self, drafter: Drafter, row: int, request: Request) -> None:
-        drafter.admit(row, request)
+    def _admit(self, drafter: Drafter, row: int, request: Request, output_token_ids: Int32Array) -> None:
+        drafter.admit(row, request, output_token_ids)
         self._row_limits[row] = min(request.max_draft_tokens, self._max_draft_tokens)
         self._ends[row] = len(request.prompt_token_ids) + request.stopping.max_output_tokens
         self._confidences[row] = 0
