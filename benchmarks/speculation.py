@@ -3,7 +3,8 @@
 Starts `foreword serve` with speculation on its default. Every prompt of `benchmarks/prompts/<kind>.jsonl` runs with
 drafts and with `speculation.disabled`, twice each, in alternating passes of the given number of concurrent streams,
 so that both meet the same machine. A stream takes the next prompt as soon as it is free. Outputs must be equal, token
-for token. No pass knows the answers of another one: each has a cache salt of its own. Prints one JSON line per kind and number of streams:
+for token. Each pass has a cache salt of its own, so that none knows the answers of another. Prints one JSON line per
+kind and number of streams:
 
     tokens_per_s            output tokens of all streams / time of the passes, with drafts
     ratio_to_off            the same divided by that without drafts

@@ -52,12 +52,7 @@ class Speculator:
         self._ends = np.zeros(max_num_sequences, np.int32)
         self._confidences = np.zeros(max_num_sequences, np.int32)
         self._first_drafts = np.zeros(max_num_sequences, np.int32)
-        self._drafters = np.zeros(max_num_sequences, np.int32)
         self.state = DraftState.ACTIVE if controller is None else controller.state
-
-    def drafters(self, plan: StepPlan) -> Int32Array:
-        """Who proposed the drafts that a plan checks `[B]`, as an index of `drafter_names`; -1 where it checks none."""
-        return np.where(np.diff(plan.logits_offsets) > 1, self._drafters[plan.rows], -1).astype(np.int32)
 
     def follow(
         self, plan: StepPlan, token_offsets: Int32Array, token_ids: Int32Array, model_duration_ns: int
@@ -111,8 +106,6 @@ class Speculator:
             raise ValueError("a draft is outside the vocabulary")
         proposed = np.diff(proposals.offsets)
         self._confidences[rows] = proposals.confidences
-        if proposals.drafters is not None:
-            self._drafters[rows] = proposals.drafters
         self._first_drafts[rows[proposed > 0]] = proposals.token_ids[proposals.offsets[:-1][proposed > 0]]
         lengths: IntArray = proposed.astype(np.int64)
         if self._controller:
@@ -152,4 +145,8 @@ def _cut(proposals: Proposals, lengths: IntArray, decoding: np.typing.NDArray[np
     token_ids = proposals.token_ids[starts + np.arange(len(starts))]
     counts = np.zeros(len(decoding), np.int64)
     counts[decoding] = lengths
-    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), token_ids)
+    drafters = None
+    if proposals.drafters is not None:
+        drafters = np.zeros(len(decoding), np.int32)
+        drafters[decoding] = proposals.drafters
+    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), token_ids, drafters)
