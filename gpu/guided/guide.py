@@ -175,7 +175,8 @@ class GuidedRows:
             return None
         keep = np.arange(len(drafts.token_ids)) - np.repeat(drafts.offsets[:-1], np.diff(drafts.offsets))
         is_kept = keep < np.repeat(counts, np.diff(drafts.offsets))
-        return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), drafts.token_ids[is_kept])
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return Drafts(offsets, drafts.token_ids[is_kept], drafts.drafters)
 
     def _allowed(self, plan: StepPlan) -> npt.NDArray[np.uint32]:
         """What the grammars allow at the positions of all parts, `[P, ceil(V / 32)]`."""

@@ -157,7 +157,8 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         priority=spec.priority,
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         cache_salt=spec.cache.cache_salt,
-        drafter=info.drafter if max_draft_tokens else "",
+        drafter=(spec.speculation.drafter or info.drafter) if max_draft_tokens else "",
+        drafters=info.drafters,
         max_draft_tokens=max_draft_tokens,
         acceptance=_read_acceptance(spec.speculation.acceptance),
         constraint=_read_constraint(spec.constraint) if spec.HasField("constraint") else None,
@@ -283,8 +284,11 @@ def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> 
 
 def _read_max_draft_tokens(speculation: speculation_pb2.SpeculationConfig, info: EngineInfo) -> int:
     """Drafts that a step may check: what the caller allows, within the server's own bound."""
-    if speculation.HasField("drafter") and (not info.drafter or speculation.drafter != info.drafter):
-        allowed = f"must be {info.drafter!r}" if info.drafter else "must be unset: this server does not speculate"
+    available = info.available_drafters
+    if speculation.HasField("drafter") and speculation.drafter not in available:
+        allowed = (
+            f"must be one of {', '.join(available)}" if available else "must be unset: this server does not speculate"
+        )
         raise InvalidField("speculation.drafter", f"{allowed}, got {speculation.drafter[:80]!r}")
     if not speculation.HasField("draft_token_count"):
         return 0 if speculation.disabled else info.max_draft_tokens
