@@ -100,7 +100,8 @@ class Frontend:
             InvalidField, ContextLengthExceeded, UnknownModel, DuplicateRequest, EngineUnavailable: it cannot begin.
         """
         self.model.check_name(spec.model)
-        settings = read_settings(spec, self.engine_info(), round(self.config.max_generation_duration_s * 1e9))
+        max_duration_ns = round(self.config.max_generation_duration_s * 1e9)
+        settings = read_settings(spec, self.engine_info(), max_duration_ns, streamed=streamed)
         self.registry.check_free(settings.request_id)
         generation = Generation(
             settings,

@@ -25,6 +25,7 @@ from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Finish, Output, Record
+from foreword.service.frontend.prefill_progress import PrefillProgress, Progress
 from foreword.service.frontend.prompt_echo import PromptEcho, PromptPart
 from foreword.service.frontend.settings import Chat, GenerationSettings
 from foreword.service.frontend.timeline import Timeline
@@ -119,6 +120,7 @@ class Generation:
         self._cancel_requested = False
         self._compilation: asyncio.Task[str] | None = None
         self._prompt: PromptEcho | None = None
+        self._progress = PrefillProgress() if settings.prefill_progress else None
         self._paused_ns = 0
         self._watchdog: asyncio.TimerHandle | None = None
         self._eos_token_ids = () if settings.ignore_eos else model.eos_token_ids
@@ -130,6 +132,7 @@ class Generation:
                 model.text.vocabulary,
                 {*self._eos_token_ids, *settings.stop_token_ids},
                 is_streamed=buffer_tokens is not None,
+                notify=lambda: notify(self),
             )
             for index in range(settings.num_outputs)
         )
@@ -220,21 +223,28 @@ class Generation:
         """Free what it holds in the engine, when nobody waits for the rest."""
         if self._watchdog is not None:
             self._watchdog.cancel()
+        for output in self.outputs:
+            output.coalescer.close()
         if not self.is_over:
             self._forget()
 
     def take(self) -> list[Delta]:
         """What the outputs gained since the last time, to be handed to gRPC now; at most one delta of each."""
         now_ns = time.monotonic_ns()
+        due = [output for output in self.outputs if self._is_due(output)]
         if self._buffer_tokens is not None:
-            for output in self.outputs:
+            for output in due:
                 output.hand_over(now_ns)
             self._resume(now_ns)
-        return [delta for output in self.outputs if (delta := output.take())]
+        return [delta for output in due if (delta := output.take())]
 
     def take_prompt(self) -> PromptPart | None:
         """The prompt, or the part of it that came since the last time, if it is to be returned."""
         return self._prompt.take() if self._prompt else None
+
+    def take_progress(self) -> Progress | None:
+        """How far the prompt is computed, if that is wanted and has changed since the last time."""
+        return self._progress.take() if self._progress else None
 
     def on_step(
         self,
@@ -389,7 +399,8 @@ class Generation:
             self._conclude(output, reason, int(token_ids[-1]) if reason in _STOPS else None)
         elif output.has_news:
             self._pause(now_ns)
-            self._notify(self)
+            if self._is_due(output):
+                self._notify(self)
 
     def _count(self, output: Output, header: StepHeader, record: Record) -> None:
         """Add what a record brings to what the last one of its output said."""
@@ -401,6 +412,10 @@ class Generation:
         if output.index == 0:  # the others find their prompt in the cache because this one computed it
             counts.num_prompt_computed = record.num_prompt_computed
             counts.num_cached = max(counts.num_cached, record.num_cached)
+            if self._progress and self._progress.note(
+                Progress(record.num_prompt_computed, counts.num_cached, header.end_ns)
+            ):
+                self._notify(self)
         counts.num_drafted += record.num_drafted
         counts.num_accepted += record.num_accepted
         if record.step_kind != StepKind.NONE and header.step_id != self._last_step_id:
@@ -417,6 +432,10 @@ class Generation:
 
     def _count_output(self) -> None:
         self.counts.num_output = sum(output.num_tokens for output in self.outputs)
+
+    def _is_due(self, output: Output) -> bool:
+        """Its tokens wait for no others."""
+        return output.coalescer.is_due or output.finish is not None or self.is_paused or self.error is not None
 
     def _pause(self, now_ns: int) -> None:
         if self._buffer_tokens is not None and self.num_waiting > self._buffer_tokens and not self._paused_ns:

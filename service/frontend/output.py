@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason, TokenScores
 from foreword.service.engine.messages import StepHeader
+from foreword.service.frontend.coalescer import Coalescer
 from foreword.service.frontend.settings import GenerationSettings, TimingLevel
 from foreword.service.frontend.steps import StepLedger, StepShare
 from foreword.service.frontend.timeline import Delivery
@@ -79,6 +80,7 @@ class Output:
         request_key: of its sequence.
         record: the last one taken.
         delivery: when its tokens were handed to gRPC.
+        coalescer: says when they are.
         num_tokens: tokens that are no longer held back, up to now.
         num_waiting: of those, tokens that were not handed over yet.
         finish: how it ended; `None` while it goes on or when the generation failed.
@@ -93,6 +95,7 @@ class Output:
         end_token_ids: Collection[int],
         *,
         is_streamed: bool,
+        notify: Callable[[], None],
     ) -> None:
         """Begin without a token.
 
@@ -103,11 +106,13 @@ class Output:
             vocabulary: spells tokens.
             end_token_ids: end and stop tokens that end it.
             is_streamed: tokens wait for `hand_over`; otherwise they count as handed over at once.
+            notify: called when tokens have waited for others long enough.
         """
         self.index = index
         self.request_key = request_key
         self.record = Record()
         self.delivery = Delivery()
+        self.coalescer = Coalescer(settings.coalesce_tokens, settings.coalesce_duration_ns / 1e9, notify)
         self.num_tokens = 0
         self.num_waiting = 0
         self.finish: Finish | None = None
@@ -162,6 +167,8 @@ class Output:
 
     def hand_over(self, now_ns: int) -> None:
         """Note that what waits goes to gRPC now."""
+        if self.num_waiting:
+            self.coalescer.restart()
         self.delivery.hand_over(self.num_waiting, now_ns)
         self.num_waiting = 0
         if self._ledger:
@@ -188,5 +195,7 @@ class Output:
         self.num_waiting += num_tokens
         if self._ledger:
             self._ledger.release(num_tokens, now_ns)
-        if not self._is_streamed:
+        if self._is_streamed:
+            self.coalescer.add(self.num_waiting)
+        else:
             self.hand_over(now_ns)

@@ -17,6 +17,7 @@ from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Output
+from foreword.service.frontend.prefill_progress import Progress
 from foreword.service.frontend.prompt_echo import PromptPart
 from foreword.service.frontend.requests import DEFAULT_SAMPLING, SUPPORTED_FIELDS
 from foreword.service.frontend.settings import TimingLevel
@@ -107,7 +108,11 @@ class GenerationConverter:
                 echo_prompt=settings.echo_prompt,
                 return_token_ids=settings.return_token_ids,
                 return_token_bytes=settings.return_token_bytes,
-                coalesce_token_count=1,
+                prefill_progress=settings.prefill_progress,
+                coalesce_token_count=settings.coalesce_tokens,
+                coalesce_duration=(
+                    duration(settings.coalesce_duration_ns) if settings.coalesce_tokens > 1 else None
+                ),
                 timing_level=timing_pb2.TimingLevel.ValueType(settings.timing_level.value),
             ),
             cache=cache_pb2.CacheConfig(
@@ -128,6 +133,8 @@ class GenerationConverter:
         """Take what came since the last time, as events, once with how each output and the generation ended."""
         generation = self._generation
         events = []
+        if progress := generation.take_progress():
+            events.append(generation_pb2.GenerationEvent(prefill_progress=self._prefill_progress(progress)))
         if prompt := generation.take_prompt():
             events.append(generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(prompt)))
         events += [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
@@ -178,6 +185,14 @@ class GenerationConverter:
             "itl-p99-us": latency and latency.p99_us,
         }
         return tuple((f"foreword-{key}", str(value)) for key, value in summary.items() if value is not None)
+
+    def _prefill_progress(self, progress: Progress) -> generation_pb2.PrefillProgress:
+        return generation_pb2.PrefillProgress(
+            prompt_token_count=self._generation.counts.num_prompt,
+            computed_prompt_token_count=progress.num_computed,
+            cached_prompt_token_count=progress.num_cached,
+            offset_micros=self._generation.timeline.offset_us(progress.instant_ns),
+        )
 
     def _prompt_delta(self, part: PromptPart) -> generation_pb2.PromptDelta:
         tokens = part.tokens

@@ -73,8 +73,10 @@ def check_number(path: str, value: float, low: float, high: float = math.inf, *,
     raise InvalidField(path, f"must be {bound}, got {value:g}")
 
 
-def check_duration(path: str, duration: Duration, low_s: float, high_s: float) -> float:
-    """Require a well-formed duration of at least `low_s` and at most `high_s` seconds.
+def check_duration(
+    path: str, duration: Duration, low_s: float, high_s: float, *, above_low: bool = False
+) -> float:
+    """Require a well-formed duration of at least `low_s` (above it if `above_low`) and at most `high_s` seconds.
 
     Returns:
         The duration in seconds.
@@ -85,7 +87,7 @@ def check_duration(path: str, duration: Duration, low_s: float, high_s: float) -
     if not -1_000_000_000 < duration.nanos < 1_000_000_000:
         raise InvalidField(path, "must be a valid duration")
     seconds = duration.seconds + duration.nanos / 1e9
-    check_number(path, seconds, low_s, high_s)
+    check_number(path, seconds, low_s, high_s, above_low=above_low)
     return seconds
 
 
