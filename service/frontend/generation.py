@@ -27,6 +27,12 @@ from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Finish, Output, Record
 from foreword.service.frontend.prefill_progress import PrefillProgress, Progress
 from foreword.service.frontend.prompt_echo import PromptEcho, PromptPart
+from foreword.service.frontend.response_size import (
+    check_response_size,
+    least_response_bytes,
+    max_packed_bytes,
+    max_part_tokens,
+)
 from foreword.service.frontend.settings import Chat, GenerationSettings
 from foreword.service.frontend.timeline import Timeline
 from foreword.service.frontend.validation import check_scored_prompt
@@ -86,6 +92,7 @@ class Generation:
         notify: Callable[[Generation], None],
         *,
         buffer_tokens: int | None,
+        max_response_bytes: int,
         rpc_deadline_ns: int | None = None,
         tenant: str = "",
     ) -> None:
@@ -98,6 +105,7 @@ class Generation:
             timeline: begun at receipt.
             notify: called whenever there is something to take, and at the end.
             buffer_tokens: bound of a streamed generation; `None` for one that is not streamed.
+            max_response_bytes: that a message may have.
             rpc_deadline_ns: monotonic clock at which the RPC ends, when it has a deadline.
             tenant: that the RPC names.
         """
@@ -114,6 +122,11 @@ class Generation:
         self._engine = engine
         self._notify = notify
         self._buffer_tokens = buffer_tokens
+        self._max_response_bytes = max_response_bytes
+        self._max_part_tokens = None
+        if buffer_tokens is not None:
+            longest = model.text.vocabulary.max_token_bytes
+            self._max_part_tokens = max_part_tokens(settings, longest, max_packed_bytes(max_response_bytes))
         self._rpc_deadline_ns = rpc_deadline_ns
         self._request_key = engine.new_request_key(settings.num_outputs)
         self._last_step_id = self._last_prefill_step_id = 0
@@ -131,7 +144,7 @@ class Generation:
                 settings,
                 model.text.vocabulary,
                 {*self._eos_token_ids, *settings.stop_token_ids},
-                is_streamed=buffer_tokens is not None,
+                max_part_tokens=self._max_part_tokens,
                 notify=lambda: notify(self),
             )
             for index in range(settings.num_outputs)
@@ -176,6 +189,7 @@ class Generation:
 
         Raises:
             InvalidField: the prompt or the constraint cannot be used.
+            ResponseTooLarge: the answer would not fit one message.
             ContextLengthExceeded, QueueFull, DeadlineInfeasible, EngineUnavailable: it was not admitted.
         """
         try:
@@ -184,7 +198,8 @@ class Generation:
             self.counts.num_prompt = len(prompt_token_ids)
             request = self._request(prompt_token_ids)
             if self.settings.echo_prompt or self.settings.prompt_logprobs:
-                self._prompt = PromptEcho(self.settings, self._model.text.vocabulary, prompt_token_ids)
+                vocabulary = self._model.text.vocabulary
+                self._prompt = PromptEcho(self.settings, vocabulary, prompt_token_ids, self._max_part_tokens)
             if self.settings.constraint is not None:
                 request = await self._constrain(request, self.settings.constraint)
                 self.timeline.compile_ns = time.monotonic_ns()
@@ -229,18 +244,18 @@ class Generation:
             self._forget()
 
     def take(self) -> list[Delta]:
-        """What the outputs gained since the last time, to be handed to gRPC now; at most one delta of each."""
+        """What the outputs gained since the last time, to be handed to gRPC now."""
         now_ns = time.monotonic_ns()
         due = [output for output in self.outputs if self._is_due(output)]
         if self._buffer_tokens is not None:
             for output in due:
                 output.hand_over(now_ns)
             self._resume(now_ns)
-        return [delta for output in due if (delta := output.take())]
+        return [delta for output in due for delta in output.take()]
 
-    def take_prompt(self) -> PromptPart | None:
-        """The prompt, or the part of it that came since the last time, if it is to be returned."""
-        return self._prompt.take() if self._prompt else None
+    def take_prompt(self) -> list[PromptPart]:
+        """The prompt, or what came of it since the last time, if it is to be returned."""
+        return self._prompt.take() if self._prompt else []
 
     def take_progress(self) -> Progress | None:
         """How far the prompt is computed, if that is wanted and has changed since the last time."""
@@ -334,6 +349,9 @@ class Generation:
             )
         if settings.prompt_logprobs:
             check_scored_prompt("output.prompt_logprobs", len(prompt_token_ids))
+        if self._buffer_tokens is None:
+            least = least_response_bytes(settings, len(prompt_token_ids), self.max_output_tokens)
+            check_response_size(least, self._max_response_bytes, settings)
         return Request(
             request_key=self._request_key,
             prompt_token_ids=prompt_token_ids,

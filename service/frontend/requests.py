@@ -141,9 +141,9 @@ def read_settings(
     validation.check_number("output.top_logprob_count", output.top_logprob_count, 0, MAX_TOP_LOGPROBS)
     validation.check_number("priority", spec.priority, -100, 100)
     validation.check_cache_salt("cache.cache_salt", spec.cache.cache_salt)
-    if not streamed:
-        _check_unary(output)
-    coalesce_tokens, coalesce_duration_ns = _read_coalescing(output)
+    if not streamed and output.prefill_progress:
+        raise InvalidField("output.prefill_progress", "must be unset in GenerateText, which answers once")
+    coalesce_tokens, coalesce_duration_ns = _read_coalescing(output, streamed=streamed)
     max_draft_tokens = _read_max_draft_tokens(spec.speculation, info)
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
@@ -294,16 +294,12 @@ def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> 
     return min(duration.seconds * 1_000_000_000 + duration.nanos, limit_ns)
 
 
-def _check_unary(output: output_pb2.OutputConfig) -> None:
-    for field, _ in output.ListFields():
-        if field.name in ("prefill_progress", "coalesce_token_count", "coalesce_duration"):
-            raise InvalidField(f"output.{field.name}", "must be unset in GenerateText, which answers once")
-
-
-def _read_coalescing(output: output_pb2.OutputConfig) -> tuple[int, int]:
+def _read_coalescing(output: output_pb2.OutputConfig, *, streamed: bool) -> tuple[int, int]:
     """Tokens that leave together, and the nanoseconds after which fewer do."""
     num_tokens = output.coalesce_token_count if output.HasField("coalesce_token_count") else 1
     validation.check_number("output.coalesce_token_count", num_tokens, 1)
+    if num_tokens > 1 and not streamed:
+        raise InvalidField("output.coalesce_token_count", "must be 1 or unset in GenerateText, which answers once")
     if not output.HasField("coalesce_duration"):
         return num_tokens, round(COALESCE_S * 1e9)
     path = "output.coalesce_duration"

@@ -110,9 +110,7 @@ class GenerationConverter:
                 return_token_bytes=settings.return_token_bytes,
                 prefill_progress=settings.prefill_progress,
                 coalesce_token_count=settings.coalesce_tokens,
-                coalesce_duration=(
-                    duration(settings.coalesce_duration_ns) if settings.coalesce_tokens > 1 else None
-                ),
+                coalesce_duration=(duration(settings.coalesce_duration_ns) if settings.coalesce_tokens > 1 else None),
                 timing_level=timing_pb2.TimingLevel.ValueType(settings.timing_level.value),
             ),
             cache=cache_pb2.CacheConfig(
@@ -135,8 +133,8 @@ class GenerationConverter:
         events = []
         if progress := generation.take_progress():
             events.append(generation_pb2.GenerationEvent(prefill_progress=self._prefill_progress(progress)))
-        if prompt := generation.take_prompt():
-            events.append(generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(prompt)))
+        parts = generation.take_prompt()
+        events += [generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(part)) for part in parts]
         events += [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
         for output in generation.outputs:
             if output.finish is not None and output.index not in self._reported:
@@ -155,7 +153,7 @@ class GenerationConverter:
 
     def response(self) -> generation_service_pb2.GenerateTextResponse:
         """Everything in one message, once the generation has finished."""
-        prompt = self._generation.take_prompt()
+        prompt = next(iter(self._generation.take_prompt()), None)  # of a unary call it is one
         contents = {delta.output_index: self._delta(delta) for delta in self._generation.take()}
         outputs = [
             generation_pb2.Output(content=contents.get(output.index), finished=self._output_finished(output))

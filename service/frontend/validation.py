@@ -21,7 +21,7 @@ MAX_MASK_IDS = 16_384
 """Ids that a generation may name as allowed, and as banned."""
 
 MAX_SCORED_PROMPT = 8192
-"""Tokens of a prompt that is scored; with 20 most probable tokens at each and their bytes, 2.5 MiB in one message."""
+"""Tokens of a prompt that is scored; with 20 most probable tokens at each and their bytes, an answer of 2.5 MiB."""
 
 MAX_MESSAGES = 4096
 """Turns of a conversation."""
@@ -73,9 +73,7 @@ def check_number(path: str, value: float, low: float, high: float = math.inf, *,
     raise InvalidField(path, f"must be {bound}, got {value:g}")
 
 
-def check_duration(
-    path: str, duration: Duration, low_s: float, high_s: float, *, above_low: bool = False
-) -> float:
+def check_duration(path: str, duration: Duration, low_s: float, high_s: float, *, above_low: bool = False) -> float:
     """Require a well-formed duration of at least `low_s` (above it if `above_low`) and at most `high_s` seconds.
 
     Returns:

@@ -33,6 +33,13 @@ async def texts_of(call: Any) -> list[str]:
     return [event.output_delta.text for event in await read_events(call) if event.HasField("output_delta")]
 
 
+async def next_delta(call: Any) -> Any:
+    """Read up to the message with the next delta, which must be its last event."""
+    while not (response := await call.read()).events[-1].HasField("output_delta"):
+        pass
+    return response.events[-1].output_delta
+
+
 async def test_tokens_leave_together_after_the_first_and_at_the_end(harness: Harness) -> None:
     call = harness.generation.StreamGenerateText(streamed(output=LONG))
     [sequence] = await harness.engine.arrival()
@@ -62,11 +69,10 @@ async def test_nothing_waits_longer_than_the_duration(harness: Harness) -> None:
     call = harness.generation.StreamGenerateText(streamed(output=output))
     [sequence] = await harness.engine.arrival()
     harness.engine.step({sequence: "a"})
-    assert [event.WhichOneof("event") for event in (await call.read()).events] == ["started"]
-    assert (await call.read()).events[0].output_delta.text == "a"
+    assert (await next_delta(call)).text == "a"
     harness.engine.step({sequence: "b"})
     harness.engine.step({sequence: "c"})
-    delta = (await call.read()).events[0].output_delta
+    delta = await next_delta(call)
     assert delta.text == "bc"
     waits = [timing.coalesce_duration_micros for timing in delta.step_timings]
     assert waits[0] >= 20_000
@@ -79,11 +85,10 @@ async def test_a_failure_takes_along_what_waits(harness: Harness) -> None:
     call = harness.generation.StreamGenerateText(streamed(output=LONG))
     [sequence] = await harness.engine.arrival()
     harness.engine.step({sequence: "a"})
-    await call.read()
-    assert (await call.read()).events[0].output_delta.text == "a"
+    assert (await next_delta(call)).text == "a"
     harness.engine.step({sequence: "b"})
     harness.engine.fail(EngineUnavailable("the engine has died"))
-    assert (await call.read()).events[0].output_delta.text == "b"
+    assert (await next_delta(call)).text == "b"
     assert (await failure_of(call)).code is grpc.StatusCode.UNAVAILABLE
 
 

@@ -287,7 +287,7 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 0.0)}}, "sampling.logit_bias"),
     ({"output": {"top_logprob_count": 21}}, "output.top_logprob_count"),
     ({"output": {"prefill_progress": True}}, "output.prefill_progress"),
-    ({"output": {"coalesce_token_count": 1}}, "output.coalesce_token_count"),
+    ({"output": {"coalesce_token_count": 2}}, "output.coalesce_token_count"),
     ({"output": {"coalesce_duration": Duration(nanos=1)}}, "output.coalesce_duration"),
     ({"constraint": {}}, "constraint"),
     ({"constraint": {"regex": "a" * 16_385}}, "constraint.regex"),

@@ -54,7 +54,7 @@ PATHS = list(leaves(generation_pb2.GenerationSpec.DESCRIPTOR))
 
 def test_the_walk_finds_all_fields() -> None:
     found = {".".join(path) for path in PATHS}
-    assert found > SUPPORTED_FIELDS | NEUTRAL_VALUES.keys()
+    assert found >= SUPPORTED_FIELDS | NEUTRAL_VALUES.keys()
 
 
 @pytest.mark.parametrize("path", PATHS, ids=".".join)
