@@ -305,7 +305,7 @@ class Generation:
 
     async def _constrain(self, request: Request, constraint: Constraint) -> Request:
         """Compile a constraint for a request, unless a cancel or the time limit comes first."""
-        self._compilation = asyncio.create_task(self._model.text.compile_constraint(constraint))
+        self._compilation = asyncio.create_task(self._model.text.compile_constraint(constraint, self.tenant))
         alarm = asyncio.get_running_loop().call_at(self.deadline_ns / 1e9, self._compilation.cancel)
         try:
             return replace(request, grammar=await self._compilation)

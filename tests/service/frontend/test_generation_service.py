@@ -943,7 +943,7 @@ def compilation(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when a constraint is being compiled, which never ends."""
     begun = asyncio.Event()
 
-    async def compile_constraint(_: object, constraint: Constraint) -> str:
+    async def compile_constraint(_: object, constraint: Constraint, tenant: str) -> str:
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError
