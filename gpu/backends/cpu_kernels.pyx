@@ -40,6 +40,11 @@ cdef extern from "cpu_kernels.h" nogil:
                                       int64_t token, int64_t count, int bf16)
 
 
+cdef extern from "cpu_scores.h" nogil:
+    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
+
+
 cdef extern from "cpu_sampling.h" nogil:
     enum:
         NOISE_IDS
@@ -70,8 +75,6 @@ cdef extern from "cpu_sampling.h" nogil:
         int64_t masked_width
         const int32_t *num_masked
         const uint8_t *want_logprob
-    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
-                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
 

@@ -30,6 +30,7 @@ enum { LANES = 8 };
 typedef float floats __attribute__((vector_size(32)));
 typedef int32_t ints __attribute__((vector_size(32)));
 typedef uint32_t words __attribute__((vector_size(32)));
+typedef double doubles __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(16)));
 
 static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -41,6 +42,12 @@ INLINE floats choose(ints condition, floats yes, floats no) {
 }
 
 INLINE floats max_of(floats a, floats b) { return choose(a > b, a, b); }
+
+INLINE int any(ints condition) {
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= condition[i];
+    return found != 0;
+}
 
 INLINE float lane_max(floats v) {
     float best = v[0];
