@@ -55,6 +55,9 @@ class GenerationSettings:
         num_top_logprobs: return so many most probable tokens at each position.
         prompt_logprobs: return what is returned of output tokens of the prompt's tokens too.
         echo_prompt: return the prompt.
+        prefill_progress: tell how far the prompt is computed.
+        coalesce_tokens: so many tokens of an output leave together; 1 for as they come.
+        coalesce_duration_ns: fewer leave once the first of them has waited so long.
         timing_level: how much timing to return.
         priority: a higher one is served first.
         bypass_prefix_cache: neither read nor feed the prefix cache.
@@ -84,6 +87,9 @@ class GenerationSettings:
     num_top_logprobs: int
     prompt_logprobs: bool
     echo_prompt: bool
+    prefill_progress: bool
+    coalesce_tokens: int
+    coalesce_duration_ns: int
     timing_level: TimingLevel
     priority: int
     bypass_prefix_cache: bool
