@@ -24,8 +24,7 @@ from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
-from foreword.gpu.speculative.controller import DraftController
-from foreword.gpu.speculative.ngram_drafter import NgramDrafter
+from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.step import DraftState, StepPlan, StepResult, TokenScores
@@ -164,8 +163,9 @@ class ModelRunner:
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
             drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
-            if guided_rows and drafts:
-                drafts = guided_rows.cut(plan, drafts)
+            if guided_rows:
+                drafts, forced_rows = guided_rows.amend(plan, drafts)
+                self.speculator.disown(forced_rows)
             draft_state = self.speculator.state
             draft_end_ns = time.perf_counter_ns()
         self._end_ns = model_end_ns
@@ -247,25 +247,8 @@ def load_runner(
         from foreword.gpu.warm_up import warm_up  # imports torch
 
         warm_up(runner)
-    runner.speculator = _open_speculator(config, model_config.vocab_size)
+    runner.speculator = open_speculator(config, model_config.vocab_size)
     return runner
-
-
-def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:
-    if config.speculation == "off":
-        return None
-    num_rows = config.max_num_sequences
-    drafter = NgramDrafter(num_rows, config.max_model_len, config.max_draft_tokens, vocab_size)
-    controller = None
-    if config.speculation == "auto":
-        controller = DraftController(num_rows, config.max_num_batched_tokens, drafter.max_confidence)
-    return Speculator(
-        drafter,
-        controller,
-        max_num_sequences=num_rows,
-        max_draft_tokens=config.max_draft_tokens,
-        vocab_size=vocab_size,
-    )
 
 
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:

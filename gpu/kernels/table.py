@@ -247,6 +247,41 @@ REJECT = Kernel(
     ),
     ((),),
 )
+WEIGH_BLOCKS = Kernel(
+    "weigh_blocks",
+    "rejection.cu",
+    1024,
+    (
+        "p: float32[rows, vocab]",
+        "q: float32[rows, vocab]?",
+        "draft_ids: int32[rows]",
+        "seeds: uint64[rows]",
+        "positions: int64[rows]",
+        "offsets: int32[offsets]",
+        "is_end: int32[rows]",
+        "failed: int32[rows]",
+        "vocab: int32",
+    ),
+    ((),),
+)
+DRAW_BLOCKS = Kernel(
+    "draw_blocks",
+    "rejection.cu",
+    1024,
+    (
+        "p: float32[rows, vocab]",
+        "q: float32[rows, vocab]?",
+        "draft_ids: int32[rows]",
+        "seeds: uint64[rows]",
+        "positions: int64[rows]",
+        "offsets: int32[offsets]",
+        "is_end: int32[rows]",
+        "failed: int32[rows]",
+        "token_ids: int32[rows]",
+        "vocab: int32",
+    ),
+    ((),),
+)
 NGRAM_OBSERVE = Kernel(
     "ngram_observe",
     "ngram.cu",
@@ -364,6 +399,8 @@ KERNELS = (
     SAMPLE,
     ACCEPT,
     REJECT,
+    WEIGH_BLOCKS,
+    DRAW_BLOCKS,
     NGRAM_OBSERVE,
     NGRAM_PROPOSE,
     SCORE,

@@ -199,12 +199,31 @@ ACCEPTANCE = (
 REJECTED = "rejection.cu"
 
 REJECTION = (
-    Defect("accepted whatever it was drawn from", REJECTED, " * proposed(draft)", "", (PLAIN,)),
-    Defect("residual without the proposal", REJECTED, "own[id] - proposed(id)", "own[id]", (PLAIN,)),
+    Defect("accepted whatever it was drawn from", REJECTED, " * row.proposed(row.draft)", "", (PLAIN,)),
+    Defect("residual without the proposal", REJECTED, "row.p[id] - row.proposed(id)", "row.p[id]", (PLAIN,)),
     Defect("one purpose for both", REJECTED, "position, kAcceptance)", "position, kResidual)", (PLAIN,)),
     Defect("ids past the vocabulary", REJECTED, "id < vocab ? weight(id) : 0.0f", "weight(id)", (ADDRESS,)),
-    Defect("draft past the vocabulary", REJECTED, "draft >= 0 && draft < vocab", "draft >= 0", (ADDRESS,)),
-    Defect("negative probabilities pass", REJECTED, "own[id] >= 0.0f && ", "", (PLAIN,)),
+    Defect(
+        "draft past the vocabulary",
+        REJECTED,
+        "draft_ids[row] >= 0 && draft_ids[row] < vocab",
+        "draft_ids[row] >= 0",
+        (ADDRESS,),
+    ),
+    Defect("negative probabilities pass", REJECTED, "row.p[id] >= 0.0f && ", "", (PLAIN,)),
+)
+
+BLOCK = (
+    Defect("weights above 1", REJECTED, "mass < bound ? mass / bound : mass > 0.0", "mass / bound", (PLAIN,)),
+    Defect("drafts behind 32 left out", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 0),
+    Defect("no end behind 32 rows", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 1),
+    Defect("number of the next row", REJECTED, "seeds[i - 1], positions[i - 1]", "seeds[i], positions[i]", (PLAIN,)),
+    Defect("all drafts weighed alike", REJECTED, "goes_on ? residual : weight", "residual", (PLAIN,)),
+    Defect("share of one thread", REJECTED, "residual = block_reduce(residual, partial, Sum());", "", (PLAIN,)),
+    Defect("row of the next sequence", REJECTED, "if (i >= offsets[blockIdx.y + 1]) return;", "", (ADDRESS,)),
+    Defect("a failed row is passed", REJECTED, "|| failed[i] ||", "||", (PLAIN,)),
+    Defect("an end behind the last draft", REJECTED, "is_end[i]) & looked_at", "is_end[i])", (PLAIN,)),
+    Defect("the first end wins", REJECTED, "31 - __clz(may_end)", "__ffs(may_end) - 1", (PLAIN,)),
 )
 
 NGRAM_FILE = "ngram.cu"
