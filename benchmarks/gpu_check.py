@@ -9,7 +9,7 @@ CPU device; its times mean nothing, and no time is kept.
     accuracy    relative error of each kernel against the float64 oracle
     tokens      greedy tokens of the default model in float32 equal to the CPU device's; two devices sum in different
                 orders, so a sequence may part where the CPU's two best logits are closer than NEAR_TIE
-    graph       a recorded step gives the tokens of a step that is not
+    graph       a recorded step gives the tokens of a step that is not, and so does one begun before the last is read
     rows        products of the model's layers are the same bits for every number of rows
     sanitizer   compute-sanitizer finds nothing in the accuracy checks
     ceilings    copy bandwidth and bfloat16 product rate of this machine, measured
@@ -174,6 +174,19 @@ def greedy(runner: ModelRunner, prompt: list[int], num_tokens: int) -> tuple[lis
     return tokens, gaps
 
 
+def greedy_ahead(runner: ModelRunner, prompt: list[int], num_tokens: int) -> list[int]:
+    """The same tokens, each step begun before the last result is read, with sampling as part of the recording."""
+    writer = StepWriter(runner.config.num_blocks)
+    request = Request(0, np.array(prompt, np.int32), StoppingParams(num_tokens), SamplingParams(temperature=0.0))
+    under_way = [runner.launch(writer.plan(prompt, [(0, request)]))]
+    tokens: list[int] = []
+    for step in range(num_tokens):
+        if step + 1 < num_tokens:
+            under_way.append(runner.launch(writer.plan([-1])))
+        tokens += under_way.pop(0)().token_ids.tolist()
+    return tokens
+
+
 def model_tokens(machine: Machine) -> Iterator[Line]:
     """The default model on the CPU device and on this one; its products' independence of the number of rows."""
     checkpoint = open_checkpoint(default_model_path())
@@ -193,6 +206,8 @@ def model_tokens(machine: Machine) -> Iterator[Line]:
     value = f"{same} of {num_tokens}" + (f", then a tie of {gaps[same]:.0e}" if is_tie else "")
     yield Line("tokens equal to the CPU's", value, "all, or up to a tie", same == num_tokens or is_tie)
 
+    is_same = greedy_ahead(runner, prompt, num_tokens) == recorded
+    yield Line("steps begun ahead equal to others", "yes" if is_same else "no", "yes", is_same)
     cuda.compute = lambda model, batch: model(batch)  # type: ignore[method-assign]
     plain, _ = greedy(runner, prompt, num_tokens)
     yield Line("recorded steps equal to others", "yes" if plain == recorded else "no", "yes", plain == recorded)

@@ -53,9 +53,9 @@ class StepGraphs:
         return logits
 
     def _key(self, batch: CudaBatch, inputs: tuple[int, ...]) -> tuple[int, ...]:
-        """Every size and address that a recording depends on."""
+        """Every size and address that a recording depends on; an empty tensor has no address."""
         key = [*inputs, batch.padded_to, batch.token_ids.data_ptr()]
         for geometry in self._geometries:
             work = batch.work[geometry]
-            key += [len(work.narrow), len(work.wide), len(work.merges), work.narrow.data_ptr()]
+            key += [len(work.narrow), len(work.wide), len(work.merges), work.num_narrow.data_ptr()]
         return tuple(key)

@@ -53,8 +53,8 @@ class Draw:
 
     @property
     def address(self) -> int:
-        """Where its arrays begin; one of equal sizes has the same, until the buffer moves."""
-        return self.process[0].data_ptr()
+        """Of an array that is never empty; one of equal sizes has the same, until the buffer moves."""
+        return self.accept[1].data_ptr()
 
 
 class CudaSampler:

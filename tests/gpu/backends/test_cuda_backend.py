@@ -11,7 +11,7 @@ import pytest
 import torch
 from simt.driver import CheckerDriver
 
-from foreword.gpu.backends import cuda_backend
+from foreword.gpu.backends import cuda_backend, cuda_sampling
 from foreword.gpu.backends.backend import KVCacheShape
 from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.cuda_sampling import MAX_VOCAB_SIZE
@@ -232,6 +232,25 @@ def test_a_recording_is_made_again_when_its_memory_moved(
     fresh = plan_writer()
     expected = whole.execute(fresh.plan([(0, [5, 6], 1)], [(0, request)])).token_ids.tolist()
     assert outputs == decode_one(whole, fresh, expected, 6)
+
+
+def test_a_recording_is_made_again_when_the_memory_of_sampling_moved(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_sampling, "_STAGING_BYTES", 64)
+    request, other = new_request([5, 6], temperature=0.9, seed=4), new_request([9] * 12)
+    outputs = []
+    for is_moved in (True, False):
+        runner, writer = new_runner("float32", CudaBackend("float32", CheckerDriver(), device="cpu")), plan_writer()
+        tokens = runner.execute(writer.plan([(0, [5, 6], 1)], [(0, request)])).token_ids.tolist()
+        tokens = decode_one(runner, writer, tokens, 3)
+        if is_moved:
+            runner.execute(writer.plan([(1, [9] * 12, 12)], [(1, other)]))
+        outputs.append(decode_one(runner, writer, tokens, 4))
+    assert outputs[0] == outputs[1]
 
 
 def decode_one(runner: ModelRunner, writer: Any, output: list[int], num_steps: int) -> list[int]:
