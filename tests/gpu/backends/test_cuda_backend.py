@@ -11,7 +11,7 @@ import pytest
 import torch
 from simt.driver import CheckerDriver
 
-from foreword.gpu.backends import cuda_backend, cuda_sampling
+from foreword.gpu.backends import cuda_attention, cuda_backend, cuda_sampling
 from foreword.gpu.backends.backend import KVCacheShape
 from foreword.gpu.backends.cuda_backend import CudaBackend
 from foreword.gpu.backends.cuda_sampling import MAX_VOCAB_SIZE
@@ -250,6 +250,28 @@ def test_a_recording_is_made_again_when_the_memory_of_sampling_moved(
         if is_moved:
             runner.execute(writer.plan([(1, [9] * 12, 12)], [(1, other)]))
         outputs.append(decode_one(runner, writer, tokens, 4))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_recording_is_made_again_when_the_memory_of_attention_moved(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where its first list is empty, as in a verification of many tokens, all of whose tiles are wide."""
+    monkeypatch.setattr(cuda_attention, "_STAGING_BYTES", 16)
+    monkeypatch.setattr(cuda_attention, "_LEAST_ROOM", 1)
+    prompt = list(range(12))
+    outputs = []
+    for is_moved in (True, False):
+        runner, writer = new_runner("bfloat16", CudaBackend("bfloat16", CheckerDriver(), device="cpu")), plan_writer()
+        requests = [new_request(prompt, temperature=0.0), new_request([9] * 200, temperature=0.0)]
+        tokens = runner.execute(writer.plan([(0, prompt, 12)], [(0, requests[0])])).token_ids.tolist()
+        if is_moved:
+            runner.execute(writer.plan([(1, [9] * 200, 1)], [(1, requests[1])]))
+        tokens += runner.execute(writer.plan([(0, prompt[::-1], 12)])).token_ids.tolist()
+        outputs.append(tokens)
     assert outputs[0] == outputs[1]
 
 
