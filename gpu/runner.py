@@ -22,6 +22,7 @@ from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
+from foreword.gpu.speculative.draft_model import DraftModel
 from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
@@ -183,6 +184,7 @@ def load_runner(
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] | None = None,
     vocabulary: GrammarVocabulary | None = None,
+    draft_model: DraftModel | None = None,
 ) -> ModelRunner:
     """Put a checkpoint's model on a device.
 
@@ -191,6 +193,7 @@ def load_runner(
         checkpoint: the model.
         progress: called with (tensors loaded, tensors in all).
         vocabulary: of the model; without one, no request can have a grammar.
+        draft_model: what drafts, where `config` asks for it.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -215,7 +218,8 @@ def load_runner(
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
     guided_rows = GuidedRows(GrammarCompiler(vocabulary), config.num_threads) if vocabulary else None
-    return ModelRunner(config, decoder, open_speculator(config, model_config.vocab_size), guided_rows)
+    drafter = draft_model.load(config, decoder, vocabulary) if draft_model else None
+    return ModelRunner(config, decoder, open_speculator(config, model_config.vocab_size, drafter), guided_rows)
 
 
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:
