@@ -125,8 +125,9 @@ class ModelRunner:
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
             drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
-            if guided_rows and drafts:
-                drafts = guided_rows.cut(plan, drafts)
+            if guided_rows:
+                drafts, forced_rows = guided_rows.amend(plan, drafts)
+                self.speculator.disown(forced_rows)
             draft_state = self.speculator.state
             draft_end_ns = time.perf_counter_ns()
         return StepResult(

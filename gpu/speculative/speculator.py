@@ -75,6 +75,10 @@ class Speculator:
             self.state = DraftState.DRAFTER_FAILED
             return None
 
+    def disown(self, rows: Int32Array) -> None:
+        """Take the news that others' drafts are checked in some rows, which say nothing about the drafter."""
+        self._confidences[rows] = 0
+
     def _follow(
         self,
         drafter: Drafter,
