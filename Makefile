@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality gpu-check simulate sanitize wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality bench-peers gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -73,6 +73,9 @@ sanitize: $(VENV)/.dev build ## Build the scheduler with sanitizers for addresse
 
 bench-quality: $(VENV)/.built ## Divergence of each number format from float32, as JSON lines; fails below the bar.
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
+
+bench-peers: $(VENV)/.built ## Foreword next to OpenVINO, llama.cpp, vLLM and Transformers, each set up when missing; a table and a plot.
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh

@@ -269,14 +269,15 @@ class ReferenceScheduler:
     def _advance(self) -> list[tuple[_Sequence, int, int]]:
         """Let the sequences of the open plan look as its result will leave them, with -1 for the token it draws.
 
-        Those whose drafts it checks, or that its result ends, have to wait for it. Returns what to undo.
+        Those whose drafts it checks, that its result ends, or that draw by their last token have to wait for it.
+        Returns what to undo.
         """
         advanced = []
         for plan, planned in self.open:
             for b, s in enumerate(planned):
                 num_tokens, num_logits = int(np.diff(plan.query_offsets)[b]), int(np.diff(plan.logits_offsets)[b])
                 is_last = num_logits == 1 and s.num_output + 1 == s.request.stopping.max_output_tokens
-                s.is_awaited = num_logits > 1 or is_last
+                s.is_awaited = num_logits > 1 or is_last or (num_logits == 1 and s.request.needs_last_token)
                 if not s.is_awaited and not s.finish_reason:
                     s.num_computed += num_tokens
                     s.tokens += [-1] * num_logits

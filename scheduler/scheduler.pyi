@@ -54,8 +54,8 @@ class Scheduler:
         """Decide the next step. An empty plan (no sequences) must be applied with `apply(None)` all the same.
 
         A plan made ahead continues the sequences of the open one behind the token that this one draws, whose id it
-        gives as -1. It leaves out those whose drafts are being checked or that reach their length: what they do next
-        depends on the result.
+        gives as -1. It leaves out those whose drafts are being checked, that reach their length, or whose request
+        `needs_last_token`: what they do next depends on the result.
 
         Raises:
             RuntimeError: `can_schedule` is false.

@@ -226,14 +226,16 @@ cdef class Scheduler:
     cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil:
         """Let the sequences of the open plan look as its result will leave them, the token that it draws unknown.
 
-        One whose drafts it checks, or that its result ends, is left out of the next plan.
+        Left out of the next plan is one whose drafts it checks, that its result ends, or that draws by its last token.
         """
         cdef int b, num_logits
         cdef Sequence* s
         for b in range(step.num_sequences):
             s = &self.sequences[planned[b]]
             num_logits = step.logits_offsets[b + 1] - step.logits_offsets[b]
-            s.is_awaited = num_logits > 1 or (num_logits == 1 and s.num_tokens + 1 == s.max_tokens)
+            s.is_awaited = num_logits > 1 or (
+                num_logits == 1 and (s.needs_last_token or s.num_tokens + 1 == s.max_tokens)
+            )
             if s.is_awaited or s.update.finish_reason:
                 continue
             s.num_ahead = step.query_offsets[b + 1] - step.query_offsets[b]

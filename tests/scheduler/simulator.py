@@ -136,6 +136,7 @@ class Simulation:
             cache_salt=random.choice(["", "", "", "salt"]),
             bypass_prefix_cache=random.random() < 0.1,
             num_outputs=num_outputs,
+            grammar=random.choice(["", "", "x"]),
         )
         try:
             self.scheduler.add(request, self.now_ns - random.choice([0, 0, 5]))

@@ -152,6 +152,8 @@ def parameters() -> SamplingBatch:
         ),
         masked_ids=np.array([[2, 3]] * ROWS, np.int32),
         num_masked=np.array([0, 0, 0, 2, 1, 0], np.int32),
+        by_rejection=np.array([True, False, True, True, False, True]),
+        draft_ids=np.array([5, 7, 171, 122, -1, 2 * VOCAB], np.int32),  # the third is rejected, the fourth accepted
         want_logprob=np.ones(ROWS, np.bool_),
     )
 
@@ -177,7 +179,8 @@ def check_sampling(launch: Launcher) -> None:
         token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
         launch(
             table.SAMPLE, ROWS, THREADS, given, processed, index, params.temperature, params.top_k, params.top_p,
-            params.min_p, params.typical_p, params.seed, params.position, params.want_logprob.view(np.uint8),
+            params.min_p, params.typical_p, params.seed, params.position, params.by_rejection.view(np.uint8),
+            params.draft_ids, params.want_logprob.view(np.uint8),
             token_ids, logprobs, failed, VOCAB,
         )  # fmt: skip
         np.testing.assert_array_equal(token_ids, expected.token_ids)
@@ -202,7 +205,8 @@ def check_padding(launch: Launcher) -> None:
     token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
     launch(
         table.SAMPLE, ROWS, THREADS, logits, processed, nowhere, params.temperature, params.top_k, params.top_p,
-        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1), params.want_logprob.view(np.uint8),
+        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1), params.by_rejection.view(np.uint8),
+        params.draft_ids, params.want_logprob.view(np.uint8),
         token_ids, logprobs, failed, VOCAB,
     )  # fmt: skip
     for result in (token_ids, logprobs, failed):
