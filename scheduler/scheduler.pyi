@@ -38,7 +38,10 @@ class Scheduler:
         """End a request; its blocks are free after the next `apply`. False when the key is not active."""
 
     def pause(self, request_key: int) -> bool:
-        """Stop scheduling a sequence, keeping its blocks, until `resume`. False when the key is not active."""
+        """Stop scheduling a sequence, keeping its blocks, until `resume`. False when the key is not active.
+
+        One that waits and may not be overtaken any more keeps its place: it pauses once it has its row.
+        """
 
     def resume(self, request_key: int) -> bool:
         """Undo `pause`. False when the key is not active."""

@@ -50,6 +50,11 @@ cdef extern from "cpu_kernels.h" nogil:
                                                  const paged_cache *cache, int64_t slot, int64_t num_heads, int bf16)
 
 
+cdef extern from "cpu_scores.h" nogil:
+    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
+
+
 cdef extern from "cpu_sampling.h" nogil:
     enum:
         NOISE_IDS
@@ -82,8 +87,6 @@ cdef extern from "cpu_sampling.h" nogil:
         const uint8_t *by_rejection
         const int32_t *draft_ids
         const uint8_t *want_logprob
-    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
-                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
 

@@ -15,7 +15,7 @@ from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult, StepUpdate
-from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
+from foreword.service.engine.messages import DraftCounts, EngineInfo, StepHeader, StepReport
 
 
 class Runner(Protocol):
@@ -178,6 +178,7 @@ class Engine:
             num_output_tokens=len(update.token_ids),
             num_preempted=plan.num_preempted,
             num_finished=int(np.count_nonzero(update.sequences["finish_reason"])),
+            drafts=_count_drafts(update.sequences),
         )
         self._draft_state = header.draft_state
         scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
@@ -223,3 +224,12 @@ class Engine:
         if plan is None:
             return StepFault(0, [], cause)
         return StepFault(plan.step_id, self._request_keys[plan.rows].tolist(), cause)
+
+
+def _count_drafts(sequences: npt.NDArray[np.void]) -> tuple[DraftCounts, ...]:
+    checked = sequences[sequences["num_drafted"] > 0]
+    return tuple(
+        DraftCounts(drafter, int(own["num_drafted"].sum()), int(own["num_accepted"].sum()))
+        for drafter in np.unique(checked["drafter"]).tolist()
+        for own in [checked[checked["drafter"] == drafter]]
+    )
