@@ -24,6 +24,7 @@ from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
+from foreword.gpu.speculative.draft_model import DraftModel
 from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
@@ -210,6 +211,7 @@ def load_runner(
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] | None = None,
     vocabulary: GrammarVocabulary | None = None,
+    draft_model: DraftModel | None = None,
 ) -> ModelRunner:
     """Put a checkpoint's model on a device.
 
@@ -218,6 +220,7 @@ def load_runner(
         checkpoint: the model.
         progress: called with (tensors loaded, tensors in all).
         vocabulary: of the model; without one, no request can have a grammar.
+        draft_model: what drafts, where `config` asks for it.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -247,7 +250,8 @@ def load_runner(
         from foreword.gpu.warm_up import warm_up  # imports torch
 
         warm_up(runner)
-    runner.speculator = open_speculator(config, model_config.vocab_size)
+    drafter = draft_model.load(config, decoder, vocabulary) if draft_model else None
+    runner.speculator = open_speculator(config, model_config.vocab_size, drafter)
     return runner
 
 

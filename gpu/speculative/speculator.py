@@ -6,7 +6,7 @@ import numpy as np
 import structlog
 
 from foreword.gpu.speculative.controller import DraftController, IntArray
-from foreword.gpu.speculative.drafter import Drafter, Proposals
+from foreword.gpu.speculative.drafter import Drafter, PlanDrafter, Proposals
 from foreword.scheduler.request import Request
 from foreword.scheduler.step import Drafts, DraftState, Int32Array, StepPlan
 
@@ -90,6 +90,8 @@ class Speculator:
         for a, (row, request) in enumerate(plan.admitted):
             output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
             self._admit(drafter, row, request, plan.output_token_ids[output])
+        if isinstance(drafter, PlanDrafter):
+            drafter.see(plan)
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
