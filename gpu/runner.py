@@ -26,7 +26,7 @@ from foreword.gpu.speculative.controller import DraftController
 from foreword.gpu.speculative.ngram_drafter import NgramDrafter
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import BoolArray, DraftState, StepPlan, StepResult, TokenScores
+from foreword.scheduler.step import BoolArray, DraftState, StepForecast, StepPlan, StepResult, TokenScores
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cpu_backend import CpuBackend
@@ -121,13 +121,13 @@ class ModelRunner:
         self._sampling.append(plan, tokens.offsets, tokens.token_ids)
         scores = self._score(logits, plan, tokens)
         prompt_scores = self._score_prompts(logits, plan)
-        drafts, draft_state = None, DraftState.DISABLED
+        drafts, draft_state, forecast = None, DraftState.DISABLED, StepForecast()
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
             drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
             if guided_rows and drafts:
                 drafts = guided_rows.cut(plan, drafts)
-            draft_state = self.speculator.state
+            draft_state, forecast = self.speculator.state, self.speculator.forecast
             draft_end_ns = time.perf_counter_ns()
         return StepResult(
             step_id=plan.step_id,
@@ -142,7 +142,17 @@ class ModelRunner:
             constraint_reasons=constraint_reasons,
             scores=scores,
             prompt_scores=prompt_scores,
+            forecast=forecast,
         )
+
+    def duration_of(self, plan: StepPlan) -> int:
+        """Nanoseconds that the model and sampling take for a plan; what comes out is dropped."""
+        start_ns = time.perf_counter_ns()
+        backend = self.decoder.backend
+        logits = backend.compute(self._compute_logits, backend.upload(plan, self.cache))
+        input_ids = plan.token_ids[plan.logits_indices]
+        backend.sample_and_accept(logits, self._sampling.select(plan), input_ids, plan.logits_offsets)
+        return time.perf_counter_ns() - start_ns
 
     def _compute_logits(self, batch: Batch[Any]) -> Any:
         return self.decoder.logits(batch, self.cache)

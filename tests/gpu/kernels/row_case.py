@@ -205,7 +205,8 @@ def check_padding(launch: Launcher) -> None:
     token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
     launch(
         table.SAMPLE, ROWS, THREADS, logits, processed, nowhere, params.temperature, params.top_k, params.top_p,
-        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1), params.want_logprob.view(np.uint8),
+        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1), params.by_rejection.view(np.uint8),
+        params.draft_ids, params.want_logprob.view(np.uint8),
         token_ids, logprobs, failed, VOCAB,
     )  # fmt: skip
     for result in (token_ids, logprobs, failed):
