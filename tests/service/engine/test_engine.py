@@ -281,7 +281,7 @@ def test_a_fault_behind_a_step_ahead_names_its_own_sequences() -> None:
     assert (fault.value.step_id, fault.value.request_keys) == (1, [1, 2])
 
 
-class DraftingRunner(LateRunner):
+class PromisingRunner(LateRunner):
     """Brings drafts, of which there are none, with the results of some steps."""
 
     def __init__(self, *step_ids: int) -> None:
@@ -295,7 +295,7 @@ class DraftingRunner(LateRunner):
 
 
 def test_a_plan_waits_for_the_drafts_of_a_device_that_proposes() -> None:
-    runner, sink = DraftingRunner(2, 3), RecordingSink()
+    runner, sink = PromisingRunner(2, 3), RecordingSink()
     engine = looking_ahead(runner)
     engine.submit(make_request(1, num_prompt_tokens=3, max_output_tokens=9))
     run(engine, {1: sink})
