@@ -267,8 +267,8 @@ def load_runner(
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:
     """The number format that serves this model fastest on this processor without depending on the batch.
 
-    That is "int8" where the processor has instructions for integer products; else "bfloat16" where the library's
-    bfloat16 products are row-independent, as on processors with instructions for them; and otherwise "float32".
+    That is "int8" where the processor has instructions for integer products, AVX2 at least; else "bfloat16" where the
+    library's bfloat16 products are row-independent, as on processors with instructions for them; otherwise "float32".
     """
     _open_backend("bfloat16", num_threads)
     from foreword.gpu.backends import cpu_kernels  # after torch, whose OpenMP it shares
