@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.peers.adapters.worker import Answer
-from benchmarks.peers.report import Cell, Row, best_peer, figures, median, page, ratio, summary, table
+from benchmarks.peers.report import Cell, Row, best_peer, figures, median, page, ratio, summary, table, undisturbed
 
 CHAT = Cell("decode-chat", 1)
 
@@ -50,6 +50,12 @@ def test_rounds_of_different_runs_are_not_compared() -> None:
 
     assert ratio(measured, CHAT, "foreword", "openvino") is None
     assert best_peer(measured, CHAT, "foreword") is None
+
+
+def test_rounds_with_others_on_the_machine_are_left_out() -> None:
+    calm, busy = rows("foreword", [100, 50])
+
+    assert undisturbed([calm | {"others_cpu": 0.02}, busy | {"others_cpu": 0.2}]) == [calm | {"others_cpu": 0.02}]
 
 
 def test_the_best_peer_is_the_one_that_ours_does_worst_against() -> None:
