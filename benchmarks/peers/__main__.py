@@ -11,7 +11,8 @@ those of earlier runs too, it writes `README.md` and `peers.svg` there.
 
     tokens_per_s       output tokens / time from the first request to the last token; prefill: prompt tokens / TTFT
     ttft_ms_p50, _p99  from when a request is due to its first token
-    mb                 memory-engine: proportional set size of the largest process of a system; memory-total: of all
+    mb                 memory-engine: resident memory of the largest process of a system; memory-total: of all, where
+                       pages that two of them share count twice
     others_cpu         (rounds only) part of the machine's processors that went to anything but the system; the table
                        leaves out rounds of a case and system in which it is above 5 %
     s                  start: from the start of the process until it serves, with warm file caches
@@ -134,7 +135,14 @@ def costs(name: str, system: RunningSystem) -> Iterator[Row]:
     for case, figure in (
         ("memory-engine", {"mb": round(max(memory), 1)}),
         ("memory-total", {"mb": round(sum(memory), 1)}),
-        ("start", {"s": round(system.ready.start_s, 2), "others_cpu": system.others_cpu_at_start}),
+        (
+            "start",
+            {
+                "s": round(system.ready.start_s, 2),
+                "version": system.ready.version,
+                "others_cpu": system.others_cpu_at_start,
+            },
+        ),
     ):
         yield {"round": 0, "case": case, "streams": 1, "system": name, **figure}
 

@@ -216,5 +216,7 @@ is compared with nothing but itself.
 
 
 def page(rows: list[Row]) -> str:
-    """The table with what introduces it."""
-    return PAGE + table(rows)
+    """The table with what introduces it, and the systems' versions."""
+    versions = {row["system"]: row["version"] for row in rows if "version" in row}
+    lines = [f"* {system}: {version}\n" for system, version in versions.items()]
+    return PAGE + table(rows) + "\n" + "".join(lines)

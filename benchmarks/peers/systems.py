@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.peers.adapters.worker import Answer, Job, Ready, Refused, Settings
-from benchmarks.server_process import cpu_seconds, descendants
+from benchmarks.server_process import cpu_seconds, descendants, rss_mb
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,8 +115,8 @@ class RunningSystem:
         return [Answer(**answer) for answer in reply]
 
     def memory_mb(self) -> list[float]:
-        """Memory of each of its processes; pages that several share are divided among them (proportional set size)."""
-        return [pss_mb(pid) for root in self.ready.pids for pid in descendants(root)]
+        """Resident memory of each of its processes."""
+        return [rss_mb(pid) for root in self.ready.pids for pid in descendants(root)]
 
     def cpu_times(self) -> CpuTimes:
         """Processor times so far."""
@@ -142,9 +142,3 @@ def machine_cpu_seconds() -> float:
     """Processor time that the machine has spent on anything so far, or that its host took away."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def pss_mb(pid: int) -> float:
-    """Proportional set size of a process."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6

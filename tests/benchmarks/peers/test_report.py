@@ -95,6 +95,12 @@ def test_the_table_has_a_line_per_case_and_says_which_targets_are_missed() -> No
     assert table(measured) in page(measured)
 
 
+def test_the_page_names_versions() -> None:
+    start = [row | {"version": "2026.4"} for row in rows("openvino", [3], Cell("start", 1), figure="s")]
+
+    assert page(start).endswith("* openvino: 2026.4\n")
+
+
 def test_a_wait_has_a_line_for_its_tail() -> None:
     measured = rows("foreword", [20], Cell("ttft-idle", 1), figure="ttft_ms_p50")
 
