@@ -194,6 +194,9 @@ ACCEPTANCE = (
     Defect("counts written while they are read", ACCEPTED, "__syncthreads();", "", (THREAD,), 1),
     Defect("offsets of warps without a sequence", ACCEPTED, "lane == 0 && b < sequences", "lane == 0", (ADDRESS,)),
     Defect("no failure without rows", ACCEPTED, "first < end && failed", "failed", (PLAIN, ADDRESS)),
+    Defect("the first token is kept", ACCEPTED, "first + count - 1", "first", (PLAIN,)),
+    Defect("kept in the order of the step", ACCEPTED, "batch_rows[b]", "b", (PLAIN,), 1),
+    Defect("rows without a token keep one", ACCEPTED, "last_tokens && count", "last_tokens", (PLAIN,)),
 )
 
 REJECTED = "rejection.cu"
