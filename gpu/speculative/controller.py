@@ -64,7 +64,7 @@ class StepCost:
         index = int(np.abs(self._sizes - num_tokens).argmin())
         known = self._times[index]
         if known:
-            surprise = float(np.clip(duration_ns / known, 1 / _MAX_SURPRISE, _MAX_SURPRISE))
+            surprise = min(max(duration_ns / float(known), 1 / _MAX_SURPRISE), _MAX_SURPRISE)
             self._times *= surprise**_SPEED_WEIGHT
             self._times[index] *= surprise**_SIZE_WEIGHT
         else:
