@@ -4,14 +4,14 @@
 //   drafts that are points
 //   draft_ids int [rows]: -1 for a row without a draft; seed, position 64 bit [rows]
 //   token_ids int, failed int [rows]: the draft where it is accepted, otherwise another token
-//   offsets int [sequences + 1]: rows of sequence b are offsets[b]:offsets[b + 1]
-//   is_end int [rows]: the drafts before the row may be accepted as a block that ends here
+//   offsets int [sequences + 1]: rows of sequence b are offsets[b]:offsets[b + 1], a block
+//   stands int [rows]: the run of the drafts before the row may be accepted; can_draw int [rows]
 //
-// reject: grid (rows). A thread block walks the row once to check it, and once more where the draft is rejected or there
-// is none.
-// weigh_blocks, then draw_blocks: grid (rows that a sequence has at most, sequences). The first walks every row once; the
-// second again, but for accepted drafts. Which row ends the block is known when all rows of the sequence are weighed, so
-// it takes two launches.
+// reject: grid (rows). The thread block walks the row once to check it, and once more where the draft is rejected or
+// there is none.
+// weigh_blocks, then draw_blocks: grid (rows that a sequence has at most, sequences). The first walks every row once, the
+// second one row of each sequence. The longest run is known when all rows of the sequence are weighed, so it takes two
+// launches. Masses are summed in double, in an order that the size of the thread block fixes.
 //
 // A rejected draft is not drawn again, so the kernel `accept` finds the end of the run by comparing. Tried: nothing else.
 #include "order.cuh"
@@ -81,11 +81,11 @@ reject(const float* __restrict__ p, const float* __restrict__ q, const int* __re
     }
 }
 
-// The weight of the block of drafts before the row `end` of a sequence: w = min(w p(x) / q(x), 1), draft by draft, from 1.
-// By whole warps; lanes load what one after the other multiplies.
-__device__ double block_weight(const float* __restrict__ p, const float* __restrict__ q, const int* __restrict__ draft_ids,
-                               int first, int end, int vocab) {
-    double weight = 1.0;
+// The joint ratio of the drafts before the row `end` of a sequence: J = min(J p(x) / q(x), 1), draft by draft, from 1. By
+// whole warps; lanes load what one after the other multiplies.
+__device__ double joint_ratio(const float* __restrict__ p, const float* __restrict__ q, const int* __restrict__ draft_ids,
+                              int first, int end, int vocab) {
+    double joint = 1.0;
     for (int start = first; start < end; start += 32) {
         float model = 0.0f, proposed = 0.0f;
         if (start + static_cast<int>(threadIdx.x % 32) < end) {
@@ -93,81 +93,85 @@ __device__ double block_weight(const float* __restrict__ p, const float* __restr
             if (row.draft >= 0) model = row.p[row.draft], proposed = row.proposed(row.draft);
         }
         for (int lane = 0; lane < 32 && start + lane < end; ++lane) {
-            const double mass = weight * __shfl_sync(kFullWarp, model, lane);
+            const double reached = joint * __shfl_sync(kFullWarp, model, lane);
             const double bound = __shfl_sync(kFullWarp, proposed, lane);
-            weight = mass < bound ? mass / bound : mass > 0.0;
+            joint = reached < bound ? reached / bound : reached > 0.0;
         }
     }
-    return weight;
+    return joint;
 }
 
 __global__ void __launch_bounds__(1024, 1)
 weigh_blocks(const float* __restrict__ p, const float* __restrict__ q, const int* __restrict__ draft_ids,
-             const unsigned long long* __restrict__ seeds, const long long* __restrict__ positions,
-             const int* __restrict__ offsets, int* __restrict__ is_end, int* __restrict__ failed, int vocab) {
+             const int* __restrict__ offsets, const unsigned long long* __restrict__ seeds,
+             const long long* __restrict__ positions, int* __restrict__ stands, int* __restrict__ can_draw, int vocab) {
     __shared__ double partial[kMaxWarps];
     const int first = offsets[blockIdx.y], i = first + blockIdx.x;
     if (i >= offsets[blockIdx.y + 1]) return;
     const Proposal row(p, q, draft_ids, i, vocab);
-    const double weight = block_weight(p, q, draft_ids, first, i, vocab);
+    const double joint = joint_ratio(p, q, draft_ids, first, i, vocab);
 
     bool bad = false, some = false;
-    double residual = 0.0;
+    double mass = 0.0;
     for (int id = threadIdx.x; id < vocab; id += blockDim.x) {
         const float own = row.p[id];
         bad |= !(own >= 0.0f && own < -negative_infinity());
         some |= own > 0.0f;
-        if (row.draft >= 0) residual += fmax(weight * own - row.proposed(id), 0.0);
+        if (row.draft >= 0) mass += fmax(joint * own - row.proposed(id), 0.0);
     }
-    const bool can_draw = !__syncthreads_or(bad) & __syncthreads_or(some);
-    residual = block_reduce(residual, partial, Sum());
+    const bool is_bad = __syncthreads_or(bad), has_mass = __syncthreads_or(some);
+    mass = block_reduce(mass, partial, Sum());
     if (threadIdx.x) return;
-    failed[i] = !can_draw;
-    const bool goes_on = can_draw && row.draft >= 0;  // another draft might be accepted with those before it
-    const double share = goes_on ? residual : weight, all = goes_on ? residual + (1.0 - weight) : 1.0;
-    is_end[i] = i == first || uniform_of(seeds[i - 1], positions[i - 1], kAcceptance) * all < share;
+    can_draw[i] = !is_bad && has_mass;
+    const bool is_last = !can_draw[i] || row.draft < 0;
+    const double share = is_last ? joint : mass, whole = is_last ? 1.0 : mass + (1.0 - joint);
+    stands[i] = i == first || joint == 1.0 ||
+                uniform_of(seeds[first], positions[first], kBlockAcceptance, i - first - 1) * whole < share;
 }
 
-// By whole warps: the row at which the block of accepted drafts ends, the last one that may be before a row that failed
-// or has no draft, or that row.
-__device__ int end_of_block(const int* __restrict__ is_end, const int* __restrict__ failed,
-                            const int* __restrict__ draft_ids, int first, int end, int vocab) {
+// By whole warps: the row behind the longest run that stands, among those up to the first row that ends the block.
+__device__ int end_of_run(const int* __restrict__ stands, const int* __restrict__ can_draw,
+                          const int* __restrict__ draft_ids, int first, int end, int vocab) {
     int found = first;
     for (int start = first; start < end; start += 32) {
         const int i = start + threadIdx.x % 32;
-        const bool stops = i >= end || failed[i] || draft_ids[i] < 0 || draft_ids[i] >= vocab;
-        const unsigned stopped = __ballot_sync(kFullWarp, stops);
-        const unsigned looked_at = stopped ? (stopped & -stopped) * 2 - 1 : kFullWarp;
-        const unsigned may_end = __ballot_sync(kFullWarp, i < end && is_end[i]) & looked_at;
-        if (may_end) found = start + 31 - __clz(may_end);
-        if (stopped) break;
+        const bool is_last = i >= end || !can_draw[i] || draft_ids[i] < 0 || draft_ids[i] >= vocab;
+        const unsigned last = __ballot_sync(kFullWarp, is_last);
+        const unsigned looked_at = last ? (last & -last) * 2 - 1 : kFullWarp;
+        const unsigned standing = __ballot_sync(kFullWarp, i < end && stands[i]) & looked_at;
+        if (standing) found = start + 31 - __clz(standing);
+        if (last) break;
     }
     return found;
 }
 
 __global__ void __launch_bounds__(1024, 1)
 draw_blocks(const float* __restrict__ p, const float* __restrict__ q, const int* __restrict__ draft_ids,
-            const unsigned long long* __restrict__ seeds, const long long* __restrict__ positions,
-            const int* __restrict__ offsets, const int* __restrict__ is_end, const int* __restrict__ failed,
-            int* __restrict__ token_ids, int vocab) {
+            const int* __restrict__ offsets, const unsigned long long* __restrict__ seeds,
+            const long long* __restrict__ positions, const int* __restrict__ stands, const int* __restrict__ can_draw,
+            int* __restrict__ token_ids, int* __restrict__ failed, int vocab) {
     __shared__ Key partial[kMaxWarps];
     const int first = offsets[blockIdx.y], end = offsets[blockIdx.y + 1], i = first + blockIdx.x;
     if (i >= end) return;
     const Proposal row(p, q, draft_ids, i, vocab);
-    const int last = end_of_block(is_end, failed, draft_ids, first, end, vocab);
-    int token = 0;
-    if (i < last) {
-        token = row.draft;
-    } else if (!failed[i]) {
+    const int last = end_of_run(stands, can_draw, draft_ids, first, end, vocab);
+    const bool draws = i == last && can_draw[i];
+    int token = i < last ? row.draft : 0;
+    if (draws) {
         const unsigned long long seed = seeds[i], position = static_cast<unsigned long long>(positions[i]);
         Key best = 0;
-        if (i == last && row.draft >= 0) {
-            const double weight = block_weight(p, q, draft_ids, first, i, vocab);
-            auto residual = [&](int id) { return static_cast<float>(weight * row.p[id] - row.proposed(id)); };
+        if (row.draft >= 0) {
+            const double joint = joint_ratio(p, q, draft_ids, first, i, vocab);
+            auto residual = [&](int id) {  // what is left of the rejected draft is rounding
+                return id == row.draft ? 0.0f : static_cast<float>(joint * row.p[id] - row.proposed(id));
+            };
             best = race(vocab, seed, position, residual, partial);
         }
         if (best == 0) best = race(vocab, seed, position, [&](int id) { return row.p[id]; }, partial);
         token = ranked_id(best);
     }
-    if (threadIdx.x == 0) token_ids[i] = token;
+    if (threadIdx.x == 0) {
+        token_ids[i] = token;
+        failed[i] = i > last || (i == last && !draws);
+    }
 }

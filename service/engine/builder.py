@@ -148,6 +148,7 @@ def _scheduler_config(config: EngineConfig, num_blocks: int, max_model_len: int)
             max_num_waiting=config.max_num_waiting,
             max_num_waiting_tokens=config.max_num_waiting_tokens,
             tenant_weights=config.tenant_weights,
+            lookahead=int(config.device == "cuda"),
             hash_key=secrets.token_bytes(16),
         )
     except ValueError as error:

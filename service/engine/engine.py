@@ -74,6 +74,7 @@ class Engine:
             self._launch = lambda plan: functools.partial(runner.execute, plan)
         self._open: deque[_OpenStep] = deque()
         self._end_ns = 0
+        self._has_drafts = False
         self._draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
         self._request_keys = np.zeros(scheduler.config.max_num_sequences, np.int64)
 
@@ -117,7 +118,8 @@ class Engine:
     def step(self) -> StepReport | None:
         """Run one step; None when there was nothing to do. The report's arrays are valid until the next call.
 
-        Where the scheduler looks ahead, the next step is begun before the result of this one is waited for.
+        Where the scheduler looks ahead, the next step is begun before the result of this one is waited for, except
+        while the device proposes drafts.
 
         Raises:
             StepFault: the scheduler or the device raised an exception.
@@ -134,8 +136,13 @@ class Engine:
 
     @property
     def _is_worth_a_plan(self) -> bool:
-        """One plan is made in any case, another behind it only if that one computes something."""
-        return not self._open or (self._open[-1].plan.num_sequences > 0 and self._scheduler.has_work)
+        """One plan is made in any case, another behind it only if that one computes something.
+
+        While drafts come with the results a plan waits for them: a sequence that is planned already would lose its own.
+        """
+        if not self._open:
+            return True
+        return self._open[-1].plan.num_sequences > 0 and self._scheduler.has_work and not self._has_drafts
 
     def _begin_step(self) -> None:
         plan: StepPlan | None = None
@@ -156,6 +163,7 @@ class Engine:
             update = self._scheduler.apply(result)
         except Exception as cause:
             raise self._step_fault(plan, cause) from cause
+        self._has_drafts = result is not None and result.drafts is not None
         if result is None and not len(update.sequences):
             return None
         start_ns = max(step.start_ns, self._end_ns)

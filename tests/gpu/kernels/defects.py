@@ -214,16 +214,22 @@ REJECTION = (
 )
 
 BLOCK = (
-    Defect("weights above 1", REJECTED, "mass < bound ? mass / bound : mass > 0.0", "mass / bound", (PLAIN,)),
+    Defect(
+        "ratios above 1", REJECTED, "reached < bound ? reached / bound : reached > 0.0", "reached / bound", (PLAIN,)
+    ),
     Defect("drafts behind 32 left out", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 0),
-    Defect("no end behind 32 rows", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 1),
-    Defect("number of the next row", REJECTED, "seeds[i - 1], positions[i - 1]", "seeds[i], positions[i]", (PLAIN,)),
-    Defect("all drafts weighed alike", REJECTED, "goes_on ? residual : weight", "residual", (PLAIN,)),
-    Defect("share of one thread", REJECTED, "residual = block_reduce(residual, partial, Sum());", "", (PLAIN,)),
+    Defect("no run behind 32 rows", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 1),
+    Defect("number of the row before", REJECTED, "i - first - 1)", "i - first)", (PLAIN,)),
+    Defect("number of a row", REJECTED, "kBlockAcceptance, i", "kAcceptance, i", (PLAIN,)),
+    Defect("all drafts weighed alike", REJECTED, "is_last ? joint : mass", "mass", (PLAIN,)),
+    Defect("mass of one thread", REJECTED, "mass = block_reduce(mass, partial, Sum());", "", (PLAIN,)),
     Defect("row of the next sequence", REJECTED, "if (i >= offsets[blockIdx.y + 1]) return;", "", (ADDRESS,)),
-    Defect("a failed row is passed", REJECTED, "|| failed[i] ||", "||", (PLAIN,)),
-    Defect("an end behind the last draft", REJECTED, "is_end[i]) & looked_at", "is_end[i])", (PLAIN,)),
-    Defect("the first end wins", REJECTED, "31 - __clz(may_end)", "__ffs(may_end) - 1", (PLAIN,)),
+    Defect("a failed row is passed", REJECTED, "|| !can_draw[i] ||", "||", (PLAIN,)),
+    Defect("a run behind the last draft", REJECTED, "stands[i]) & looked_at", "stands[i])", (PLAIN,)),
+    Defect("the shortest run wins", REJECTED, "31 - __clz(standing)", "__ffs(standing) - 1", (PLAIN,)),
+    Defect(
+        "rows behind the run come out", REJECTED, "i > last || (i == last && !draws)", "i == last && !draws", (PLAIN,)
+    ),
 )
 
 NGRAM_FILE = "ngram.cu"

@@ -100,6 +100,11 @@ def test_every_process_has_its_own_hash_key() -> None:
     assert {len(key) for key in keys} == {16}
 
 
+@pytest.mark.parametrize(("device", "lookahead"), [("cpu", 0), ("cuda", 1)])
+def test_plans_are_made_ahead_for_a_device_that_works_asynchronously(device: str, lookahead: int) -> None:
+    assert builder._scheduler_config(EngineConfig("m", device=device), 8, 64).lookahead == lookahead
+
+
 def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
     progress: list[tuple[str, int, int]] = []
     config = EngineConfig(str(default_model_path()), num_threads=1, max_num_sequences=8, kv_cache_bytes=64 << 20)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DuplicateRequest, InvalidField, QueueFull
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import FinishReason, StepPlan, StepResult
+from foreword.scheduler.step import Drafts, FinishReason, StepPlan, StepResult
 from foreword.service.engine.config import EngineConfig
 from foreword.service.engine.engine import Engine, StepFault
 
@@ -243,6 +244,29 @@ def test_a_fault_behind_a_step_ahead_names_its_own_sequences() -> None:
     with pytest.raises(StepFault) as fault:
         engine.step()
     assert (fault.value.step_id, fault.value.request_keys) == (1, [1, 2])
+
+
+class DraftingRunner(LateRunner):
+    """Brings drafts, of which there are none, with the results of some steps."""
+
+    def __init__(self, *step_ids: int) -> None:
+        super().__init__()
+        self.step_ids = step_ids
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        drafts = Drafts(np.zeros(plan.num_sequences + 1, np.int32), np.zeros(0, np.int32))
+        return replace(result, drafts=drafts if plan.step_id in self.step_ids else None)
+
+
+def test_a_plan_waits_for_the_drafts_of_a_device_that_proposes() -> None:
+    runner, sink = DraftingRunner(2, 3), RecordingSink()
+    engine = looking_ahead(runner)
+    engine.submit(make_request(1, num_prompt_tokens=3, max_output_tokens=9))
+    run(engine, {1: sink})
+    assert sink.token_ids == expected_tokens(3, 9)
+    assert runner.calls[:5] == ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2"]
+    assert runner.calls[5:10] == ["finish 3", "launch 4", "finish 4", "launch 5", "launch 6"]
 
 
 def test_lookahead_needs_a_device_that_works_asynchronously() -> None:
