@@ -28,7 +28,7 @@ from foreword.gpu.speculative.draft_model import DraftModel
 from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import DraftState, StepPlan, StepResult, TokenScores
+from foreword.scheduler.step import DraftState, StepForecast, StepPlan, StepResult, TokenScores
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cpu_backend import CpuBackend
@@ -159,7 +159,7 @@ class ModelRunner:
         self._sampling.append(plan, tokens.offsets, tokens.token_ids)
         has_tokens = np.diff(tokens.offsets) > 0
         self._last_tokens[plan.rows[has_tokens]] = tokens.token_ids[tokens.offsets[1:][has_tokens] - 1]
-        drafts, draft_state = None, DraftState.DISABLED
+        drafts, draft_state, forecast = None, DraftState.DISABLED, StepForecast()
         start_ns = max(step.start_ns, self._end_ns)
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
@@ -167,7 +167,7 @@ class ModelRunner:
             if guided_rows:
                 drafts, forced_rows = guided_rows.amend(plan, drafts)
                 self.speculator.disown(forced_rows)
-            draft_state = self.speculator.state
+            draft_state, forecast = self.speculator.state, self.speculator.forecast
             draft_end_ns = time.perf_counter_ns()
         self._end_ns = model_end_ns
         return StepResult(
@@ -183,7 +183,16 @@ class ModelRunner:
             constraint_reasons=constraint_reasons,
             scores=tokens.scores,
             prompt_scores=prompt_scores,
+            forecast=forecast,
         )
+
+    def duration_of(self, plan: StepPlan) -> int:
+        """Nanoseconds that the model and sampling take for a plan; what comes out is dropped."""
+        start_ns = time.perf_counter_ns()
+        batch, input_ids = self.decoder.backend.upload(plan, self.cache), plan.token_ids[plan.logits_indices]
+        draw = (self._sampling.select(plan), input_ids, plan.logits_offsets, plan.rows)
+        self.decoder.backend.compute_and_accept(self._compute_logits, batch, *draw)()
+        return time.perf_counter_ns() - start_ns
 
     def _with_known_tokens(self, plan: StepPlan) -> StepPlan:
         """The plan with the tokens that were not known when it was made."""
@@ -258,8 +267,8 @@ def load_runner(
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:
     """The number format that serves this model fastest on this processor without depending on the batch.
 
-    That is "int8" where the processor has instructions for integer products; else "bfloat16" where the library's
-    bfloat16 products are row-independent, as on processors with instructions for them; and otherwise "float32".
+    That is "int8" where the processor has instructions for integer products, AVX2 at least; else "bfloat16" where the
+    library's bfloat16 products are row-independent, as on processors with instructions for them; otherwise "float32".
     """
     _open_backend("bfloat16", num_threads)
     from foreword.gpu.backends import cpu_kernels  # after torch, whose OpenMP it shares

@@ -157,7 +157,8 @@ class CpuBackend(Backend[torch.Tensor]):
         return out
 
     def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
-        rows, padded = len(x), self._padded_rows(len(x), weight.weight)
+        rows = x.shape[0]
+        padded = self._padded_rows(rows, weight.weight)
         if rows != padded:
             x = F.pad(x, (0, 0, 0, padded - rows))
         if self.is_tiled and padded > TILE_ROWS:

@@ -15,6 +15,7 @@ from foreword.gpu.device import cuda_cache_memory, find_device
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.registry import read_config
 from foreword.gpu.runner import best_dtype, load_runner
+from foreword.gpu.speculative.calibration import calibrate
 from foreword.gpu.speculative.draft_model import DraftModel
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ConfigError
@@ -76,6 +77,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         Tokenizer(checkpoint.tokenizer_json(), model.vocab_size).grammar_vocabulary(),
         draft_model,
     )
+    calibrate(runner)
     info = EngineInfo(
         device=runner.device,
         device_name=runner.device_name,

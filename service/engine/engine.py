@@ -14,7 +14,7 @@ import numpy.typing as npt
 from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult, StepUpdate
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepForecast, StepPlan, StepResult, StepUpdate
 from foreword.service.engine.messages import DraftCounts, EngineInfo, StepHeader, StepReport
 
 
@@ -168,6 +168,8 @@ class Engine:
             return None
         start_ns = max(step.start_ns, self._end_ns)
         self._end_ns = time.monotonic_ns()
+        sequences = update.sequences
+        verified = sequences[sequences["num_drafted"] > 0]
         header = StepHeader(
             step_id=plan.step_id,
             start_ns=start_ns,
@@ -183,6 +185,10 @@ class Engine:
             num_prefill_tokens=plan.num_prefill_tokens,
             num_drafted=int(update.sequences["num_drafted"].sum()),
             num_accepted=int(update.sequences["num_accepted"].sum()),
+            drafted=_by_place(verified["num_drafted"]),
+            accepted=_by_place(verified["num_accepted"]),
+            emitted=_by_place(verified["num_tokens"]),
+            forecast=result.forecast if result else StepForecast(),
             num_output_tokens=len(update.token_ids),
             num_preempted=plan.num_preempted,
             num_finished=int(np.count_nonzero(update.sequences["finish_reason"])),
@@ -241,3 +247,10 @@ def _count_drafts(sequences: npt.NDArray[np.void]) -> tuple[DraftCounts, ...]:
         for drafter in np.unique(checked["drafter"]).tolist()
         for own in [checked[checked["drafter"] == drafter]]
     )
+
+
+def _by_place(counts: npt.NDArray[np.int32]) -> tuple[int, ...]:
+    """Element k: how many of the counts are above k, up to the greatest of them."""
+    if not len(counts):
+        return ()
+    return tuple(np.cumsum(np.bincount(counts)[::-1])[-2::-1].tolist())
