@@ -13,7 +13,7 @@ from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.config import DeviceConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.speculative.drafter import Proposals
-from foreword.scheduler.request import Request
+from foreword.scheduler.request import AcceptanceRule, Request
 from foreword.scheduler.step import BoolArray, Int32Array, StepPlan
 
 MAX_CONFIDENCE = 1
@@ -82,7 +82,8 @@ class ModelDrafter:
 
     def admit(self, row: int, request: Request, output_token_ids: Int32Array) -> None:
         """Forget what a row held; it (re)starts with the prompt of a request and the output so far."""
-        self._sampling.admit(row, request, output_token_ids)
+        # Rejection sampling draws with noise of its own purpose, which a draft must know nothing of.
+        self._sampling.admit(row, replace(request, acceptance=AcceptanceRule.EXACT_MATCH), output_token_ids)
         self._lengths[row] = len(request.prompt_token_ids) + len(output_token_ids)
         self._last_ids[row] = (output_token_ids if len(output_token_ids) else request.prompt_token_ids)[-1]
 

@@ -20,7 +20,7 @@ from foreword.gpu.speculative.draft_model import DraftModel, RenumberedCheckpoin
 from foreword.gpu.speculative.open import open_speculator
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import CheckpointError, ConfigError
-from foreword.scheduler.request import Request
+from foreword.scheduler.request import AcceptanceRule, Request
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import DraftState, StepPlan, StepResult
 
@@ -140,6 +140,27 @@ def test_drafts_are_what_the_draft_model_generates(
             alone = new_request(tokens, temperature=0.0, max_output_tokens=len(drafts))
             assert generate(draft_only, [alone])[0][0] == drafts
     assert num_rejected > 20
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
+def test_drafts_know_nothing_of_the_noise_that_decides_about_them(
+    drafting: NewRunner, new_request: Callable[..., Request], rule: AcceptanceRule
+) -> None:
+    drafts = []
+    for acceptance in (AcceptanceRule.EXACT_MATCH, rule):
+        request = replace(new_request([1, 2, 3], temperature=1.0, seed=5), acceptance=acceptance)
+        scheduler = Scheduler(SchedulerConfig(64, 16, 8, 256, 256))
+        scheduler.add(request, 0)
+        drafter: Any = drafting(5).speculator._drafter  # type: ignore[union-attr]
+        plan = scheduler.schedule(0)
+        for row, admitted in plan.admitted:
+            drafter.admit(row, admitted, np.zeros(0, np.int32))
+        drafter.see(plan)
+        one = np.array([1], np.int32)
+        drafter.observe(plan.rows, 3 * one, one, 0 * one, one)
+        drafts.append(drafter.propose(plan.rows, 5 * one).token_ids.tolist())
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) == 5
 
 
 def test_cached_prefixes_are_there_for_the_draft_model_too(
