@@ -39,10 +39,15 @@ typedef struct {
     const int32_t *masked_ids; /* [rows, masked_width] */
     int64_t masked_width;
     const int32_t *num_masked;
+    const uint8_t *by_rejection;
+    const int32_t *draft_ids;
     const uint8_t *want_logprob;
 } sampling_batch;
 
 static const float GREEDY_TEMPERATURE = 1e-5f; /* below it: the most probable token */
+
+/* Purposes of random words; see rejection.py. */
+enum { NOISE = 0, ACCEPTANCE = 1, RESIDUAL = 2 };
 
 /* Philox4x32-10 (Salmon et al., 2011) on LANES counters at once. */
 INLINE void philox(words counter[PHILOX_WORDS], uint32_t key0, uint32_t key1) {
@@ -65,12 +70,20 @@ INLINE void philox(words counter[PHILOX_WORDS], uint32_t key0, uint32_t key1) {
     }
 }
 
-/* Odd 24-bit numbers, uniform and neither 0 nor 2^24, of every other vector of a group of ids, from vector `part` on. */
-INLINE void uniform_bits(uint64_t seed, uint64_t position, int64_t group, int part, ints bits[NOISE_IDS / LANES]) {
+/* Words of LANES counters from `first` on, at the row's position. */
+INLINE void random_words(const sampling_row *row, uint32_t first, uint32_t purpose, words counter[PHILOX_WORDS]) {
     words zero = {0};
-    words counter[PHILOX_WORDS] = {(words)LANE_IDS + (uint32_t)(group * NOISE_COUNTERS + part * LANES),
-                                   zero + (uint32_t)position, zero + (uint32_t)(position >> 32), zero};
-    philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
+    counter[0] = (words)LANE_IDS + first;
+    counter[1] = zero + (uint32_t)row->position;
+    counter[2] = zero + (uint32_t)(row->position >> 32);
+    counter[3] = zero + purpose;
+    philox(counter, (uint32_t)row->seed, (uint32_t)(row->seed >> 32));
+}
+
+/* Odd 24-bit numbers, uniform and neither 0 nor 2^24, of every other vector of a group of ids, from vector `part` on. */
+INLINE void uniform_bits(const sampling_row *row, int64_t group, int part, ints bits[NOISE_IDS / LANES]) {
+    words counter[PHILOX_WORDS];
+    random_words(row, (uint32_t)(group * NOISE_COUNTERS + part * LANES), row->purpose, counter);
     for (int w = 0; w < PHILOX_WORDS; w++) bits[w * NOISE_PARTS + part] = (ints)((counter[w] >> 9 << 1) | 1);
 }
 
@@ -132,7 +145,7 @@ INLINE int32_t random_id(const float *x, int64_t padded, float peak, logit_range
         if (most == -INFINITY) continue;
         int32_t needed = least_bits((most - peak) / row->temperature, best_score);
         if (needed >= MOST_BITS) continue;
-        for (int part = 0; part < NOISE_PARTS; part++) uniform_bits(row->seed, row->position, i / NOISE_IDS, part, bits);
+        for (int part = 0; part < NOISE_PARTS; part++) uniform_bits(row, i / NOISE_IDS, part, bits);
         ints has_chance = {0};
         for (int v = 0; v < NOISE_IDS / LANES; v++) has_chance |= kept[v] & (bits[v] >= needed);
         if (!any(has_chance)) continue;
@@ -144,6 +157,38 @@ INLINE int32_t random_id(const float *x, int64_t padded, float peak, logit_range
         }
     }
     return best_id(&best);
+}
+
+/* How probable an id is among the logits within a range, by its share of their masses. */
+INLINE double probability(const float *x, int64_t padded, float peak, logit_range range, float temperature,
+                          int32_t id) {
+    double total = 0.0;
+    for (int64_t i = 0; i < padded; i += NOISE_IDS) {
+        floats sum = {0};
+        for (int64_t k = i; k < i + NOISE_IDS; k += LANES) {
+            floats v = load(x, k, 0);
+            ints kept = (v >= range.least) & (v <= range.most);
+            if (any(kept)) sum += choose(kept, exp_of((v - peak) / temperature), splat(0.0f));
+        }
+        total += lane_sum(sum);
+    }
+    if (!(x[id] >= range.least && x[id] <= range.most)) return 0.0;
+    return exp_of((splat(x[id]) - peak) / temperature)[0] / total;
+}
+
+/* A draw that tries a draft first, which is a point: accepted with its own probability, else another id is drawn. Where
+ * there is no draft, an id is drawn. */
+INLINE int32_t rejection_id(float *x, int64_t padded, float peak, logit_range range, sampling_row *row, int32_t draft,
+                            int64_t vocab) {
+    row->purpose = RESIDUAL;
+    if (draft >= 0 && draft < vocab) {
+        words counter[PHILOX_WORDS];
+        random_words(row, 0, ACCEPTANCE, counter);
+        double uniform = (counter[0][0] >> 8) * 0x1p-24; /* in [0, 1) */
+        if (uniform < probability(x, padded, peak, range, row->temperature, draft)) return draft;
+        x[draft] = -INFINITY;
+    }
+    return random_id(x, padded, peak, range, row);
 }
 
 /* Copy a row as float32, padded with -inf. False when a logit is NaN or +inf. */
@@ -201,7 +246,7 @@ INLINE int sample_body(const void *logits, int64_t vocab, const sampling_batch *
     float *x = scratch;
     sampling_row row = {batch->temperature[i], batch->top_p[i], batch->min_p[i],
                         batch->typical_p[i],   batch->top_k[i], batch->seed[i],
-                        (uint64_t)batch->position[i]};
+                        (uint64_t)batch->position[i], NOISE};
     if (!copy_finite(logits, i * vocab, vocab, padded, x, bf16)) return 0;
     float model_peak = 0.0f, model_mass = 0.0f;
     if (batch->want_logprob[i]) {
@@ -220,7 +265,8 @@ INLINE int sample_body(const void *logits, int64_t vocab, const sampling_batch *
     if (peak == -INFINITY) return 0;
     if (!(row.temperature < GREEDY_TEMPERATURE)) {
         logit_range range = truncation(x, padded, peak, &row, scratch + padded);
-        chosen = random_id(x, padded, peak, range, &row);
+        chosen = batch->by_rejection[i] ? rejection_id(x, padded, peak, range, &row, batch->draft_ids[i], vocab)
+                                        : random_id(x, padded, peak, range, &row);
     }
     *token = chosen;
     float model_logit = load_part(logits, i * vocab + chosen, 1, 0.0f, bf16)[0];

@@ -20,6 +20,7 @@ typedef struct {
     float temperature, top_p, min_p, typical_p;
     int32_t top_k;
     uint64_t seed, position;
+    uint32_t purpose; /* of the noise */
 } sampling_row;
 
 /* Unsigned keys in the order of the floats. */

@@ -11,14 +11,6 @@
 #include "philox.cuh"
 #include "reduce.cuh"
 
-constexpr unsigned kAcceptance = 1, kResidual = 2;  // purposes of random words; 0 is the noise of sample.cu
-
-__device__ __forceinline__ float acceptance_uniform(unsigned long long seed, unsigned long long position) {
-    unsigned words[kNoiseWords] = {0u, static_cast<unsigned>(position), static_cast<unsigned>(position >> 32), kAcceptance};
-    philox(words, static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32));
-    return static_cast<float>(words[0] >> 8) * 0x1p-24f;
-}
-
 // The id drawn in proportion to weight(id), as a race of exponential variables; 0 where no weight is positive.
 template <typename Weight>
 __device__ Key race(int vocab, unsigned long long seed, unsigned long long position, Weight weight, Key* partial) {
@@ -58,7 +50,7 @@ reject(const float* __restrict__ p, const float* __restrict__ q, const int* __re
     const bool is_bad = __syncthreads_or(bad), has_mass = __syncthreads_or(some);
     const bool has_draft = draft >= 0 && draft < vocab, can_draw = !is_bad && has_mass;
     int token = 0;
-    if (can_draw && has_draft && acceptance_uniform(seed, position) * proposed(draft) < own[draft]) {
+    if (can_draw && has_draft && uniform_of(seed, position, kAcceptance) * proposed(draft) < own[draft]) {
         token = draft;
     } else if (can_draw) {
         Key best = 0;

@@ -124,10 +124,11 @@ class Engine:
         """
         report = None
         while report is None:
+            is_idle = not self._open
             while self._scheduler.can_schedule and self._is_worth_a_plan:
                 self._begin_step()
             report = self._finish_step(self._open.popleft())
-            if not self._open:
+            if is_idle and not self._open:  # an empty plan behind another one only means that all wait for a result
                 break
         return report
 

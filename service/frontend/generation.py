@@ -373,6 +373,7 @@ class Generation:
             num_top_logprobs=settings.num_top_logprobs,
             want_prompt_logprobs=settings.prompt_logprobs,
             max_draft_tokens=settings.max_draft_tokens,
+            acceptance=settings.acceptance,
             num_outputs=settings.num_outputs,
         )
 

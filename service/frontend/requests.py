@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from foreword.scheduler.errors import ContextLengthExceeded, InvalidField
-from foreword.scheduler.request import SamplingParams
+from foreword.scheduler.request import AcceptanceRule, SamplingParams
 from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend import validation
 from foreword.service.frontend.settings import Chat, GenerationSettings, Prompt, TimingLevel
@@ -85,6 +85,7 @@ SUPPORTED_FIELDS = frozenset(
         "speculation.disabled",
         "speculation.draft_token_count",
         "speculation.drafter",
+        "speculation.acceptance",
         "constraint.json_schema",
         "constraint.json_object",
         "constraint.regex",
@@ -94,11 +95,6 @@ SUPPORTED_FIELDS = frozenset(
     }
 )
 """Fields of `GenerationSpec` that mean something to this server. All others are refused."""
-
-NEUTRAL_VALUES = {
-    "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
-}
-"""Values that ask for what this server does anyway."""
 
 _ROLES = {
     chat_pb2.ROLE_SYSTEM: "system",
@@ -124,7 +120,7 @@ def read_settings(
         ContextLengthExceeded: more token ids than the context holds.
     """
     validation.check_count("chat.messages", len(spec.chat.messages), validation.MAX_MESSAGES)
-    validation.check_supported(spec, SUPPORTED_FIELDS, NEUTRAL_VALUES)
+    validation.check_supported(spec, SUPPORTED_FIELDS, {})
     if spec.HasField("request_id"):
         validation.check_request_id("request_id", spec.request_id)
     stopping, output = spec.stopping, spec.output
@@ -173,6 +169,7 @@ def read_settings(
         cache_salt=spec.cache.cache_salt,
         drafter=info.drafter if max_draft_tokens else "",
         max_draft_tokens=max_draft_tokens,
+        acceptance=_read_acceptance(spec.speculation.acceptance),
         constraint=_read_constraint(spec.constraint) if spec.HasField("constraint") else None,
     )
 
@@ -321,6 +318,17 @@ def _read_max_draft_tokens(speculation: speculation_pb2.SpeculationConfig, info:
     if speculation.disabled and count:
         raise InvalidField("speculation.draft_token_count", "must be 0 or unset when speculation is disabled")
     return min(count, info.max_draft_tokens)
+
+
+def _read_acceptance(rule: int) -> AcceptanceRule:
+    if rule == speculation_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
+        return AcceptanceRule.EXACT_MATCH
+    try:
+        return AcceptanceRule(rule)
+    except ValueError:
+        raise InvalidField(
+            "speculation.acceptance", "must be one of " + ", ".join(speculation_pb2.AcceptanceRule.keys())
+        ) from None
 
 
 def _read_timing_level(level: int) -> TimingLevel:

@@ -120,7 +120,7 @@ class GenerationConverter:
                 disabled=not settings.max_draft_tokens,
                 draft_token_count=settings.max_draft_tokens,
                 drafter=settings.drafter or None,
-                acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
+                acceptance=speculation_pb2.AcceptanceRule.ValueType(settings.acceptance.value),
             ),
             priority=settings.priority,
             prompt_token_count=self._generation.counts.num_prompt,

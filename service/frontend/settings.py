@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from foreword.scheduler.request import SamplingParams
+from foreword.scheduler.request import AcceptanceRule, SamplingParams
 from foreword.service.text.chat_template import ChatMessage
 from foreword.service.text.constraint import Constraint
 
@@ -64,6 +64,7 @@ class GenerationSettings:
         cache_salt: share cached prefixes only with generations of the same salt.
         drafter: in use; empty for none.
         max_draft_tokens: drafts that a step may check; 0 for none.
+        acceptance: how drafts are accepted.
         constraint: form of the output; `None` for any.
     """
 
@@ -94,4 +95,5 @@ class GenerationSettings:
     cache_salt: str
     drafter: str
     max_draft_tokens: int
+    acceptance: AcceptanceRule
     constraint: Constraint | None

@@ -75,6 +75,7 @@ class Twins:
         tenant: str,
         num_outputs: int,
         want_prompt_logprobs: bool,
+        grammar: str,
     ) -> None:
         prompt = np.arange(num_prompt, dtype=np.int32) // (1 + family) % NUM_TOKEN_IDS
         deadline_ns = 0 if time_left is None else self.now_ns + time_left
@@ -89,6 +90,7 @@ class Twins:
             tenant=tenant,
             num_outputs=num_outputs,
             want_prompt_logprobs=want_prompt_logprobs,
+            grammar=grammar,
         )
         keys = range(self.next_key, self.next_key + num_outputs)
         if self.call("add", request, self.now_ns) is None:
@@ -227,6 +229,7 @@ class BothSchedulers(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "heavy", "light"]),
         num_outputs=st.sampled_from([1, 1, 2, 3]),
         want_prompt_logprobs=st.booleans(),
+        grammar=st.sampled_from(["", "", "x"]),
     )
     def add(
         self,
@@ -274,7 +277,7 @@ TestBothSchedulers = BothSchedulers.TestCase
 
 def random_request(
     random: Random, num_tenants: int
-) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int, bool]:
+) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int, bool, str]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
@@ -290,6 +293,7 @@ def random_request(
         f"tenant-{random.randrange(num_tenants)}",
         random.choice([1, 1, 1, 2, 4]),
         random.random() < 0.2,
+        random.choice(["", "", "x"]),
     )
 
 

@@ -312,7 +312,7 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"drafter": "oracle"}}, "speculation.drafter"),
     ({"speculation": {"drafter": "ngram"}}, "speculation.drafter"),
     ({"speculation": {"drafter": ""}}, "speculation.drafter"),
-    ({"speculation": {"acceptance": 2}}, "speculation.acceptance"),
+    ({"speculation": {"acceptance": -1}}, "speculation.acceptance"),
     ({"speculation": {"acceptance": 77}}, "speculation.acceptance"),
 ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from foreword.scheduler.request import AcceptanceRule
 from foreword.scheduler.step import DraftState, FinishReason
 from foreword.v1 import generation_service_pb2, model_service_pb2, speculation_pb2
 from foreword.v1.model_service_pb2_grpc import ModelServiceStub
@@ -54,6 +55,26 @@ async def test_the_bound_in_effect_is_echoed(speculating: Harness, speculation: 
     )
     again = {field.name: value for field, value in echo.ListFields()}
     assert await started(speculating, **again) == (echo, bound)
+
+
+@pytest.mark.parametrize(
+    ("rule", "effective"),
+    [
+        (speculation_pb2.ACCEPTANCE_RULE_UNSPECIFIED, AcceptanceRule.EXACT_MATCH),
+        (speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH, AcceptanceRule.EXACT_MATCH),
+        (speculation_pb2.ACCEPTANCE_RULE_REJECTION, AcceptanceRule.REJECTION),
+        (speculation_pb2.ACCEPTANCE_RULE_BLOCK, AcceptanceRule.BLOCK),
+    ],
+)
+async def test_the_acceptance_rule_reaches_the_engine_and_is_echoed(
+    speculating: Harness, rule: int, effective: AcceptanceRule
+) -> None:
+    spec = {"prompt": "a", "speculation": {"acceptance": rule}}
+    call = speculating.generation.GenerateText(generation_service_pb2.GenerateTextRequest(spec=spec))
+    [sequence] = await speculating.engine.arrival()
+    speculating.engine.step({sequence: "b"}, FinishReason.LENGTH)
+    assert (await call).started.speculation.acceptance == effective
+    assert sequence.request.acceptance is effective
 
 
 async def test_a_server_that_does_not_speculate_says_so(harness: Harness) -> None:
