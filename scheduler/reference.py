@@ -39,6 +39,7 @@ class _Sequence:
     order: int
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
+    drafter: int = 0
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
@@ -125,6 +126,7 @@ class _Sequence:
             self.num_recomputed,
             step_kind,
             self.finish_reason,
+            self.drafter if num_drafted else 0,
         )
 
 
@@ -611,6 +613,7 @@ class ReferenceScheduler:
             updates.append(record)
             if drafts is not None and not s.is_paused and not s.finish_reason and not s.num_planned:
                 num_left = s.request.stopping.max_output_tokens - s.num_output
+                s.drafter = 0 if drafts.drafters is None else int(drafts.drafters[b])
                 s.drafts = drafts.token_ids[drafts.offsets[b] : drafts.offsets[b + 1]].tolist()[: num_left - 1]
             num_kept = record[2]
             update_token_ids += token_ids[start : start + num_kept]

@@ -95,6 +95,7 @@ class Request:
         num_top_logprobs: return so many most probable tokens at every position of the output.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
         acceptance: how drafts are accepted.
+        drafter: who proposes them; empty for the device's choice.
         grammar: that the output follows, in the device's notation; empty for none.
         num_outputs: sequences, all from this prompt; at least 1.
     """
@@ -115,6 +116,7 @@ class Request:
     num_top_logprobs: int = 0
     max_draft_tokens: int = 16
     acceptance: AcceptanceRule = AcceptanceRule.EXACT_MATCH
+    drafter: str = ""
     grammar: str = ""
     num_outputs: int = 1
 

@@ -36,9 +36,9 @@
 typedef float floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-typedef double doubles __attribute__((vector_size(LANES * 8)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef float eight_floats __attribute__((vector_size(32)));
+typedef double doubles __attribute__((vector_size(LANES * 8)));
 
 #if LANES == 16
 static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

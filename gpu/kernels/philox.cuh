@@ -21,11 +21,12 @@ __device__ __forceinline__ void philox(unsigned (&counter)[kNoiseWords], unsigne
 }
 
 // What a random word is used for (gpu/backends/noise.py).
-enum Purpose : unsigned { kSampling, kAcceptance, kResidual };
+enum Purpose : unsigned { kSampling, kAcceptance, kResidual, kBlockAcceptance };
 
 // Uniform in [0, 1).
-__device__ __forceinline__ float uniform_of(unsigned long long seed, unsigned long long position, Purpose purpose) {
-    unsigned words[kNoiseWords] = {0u, static_cast<unsigned>(position), static_cast<unsigned>(position >> 32), purpose};
+__device__ __forceinline__ float uniform_of(unsigned long long seed, unsigned long long position, Purpose purpose,
+                                            unsigned index = 0) {
+    unsigned words[kNoiseWords] = {index, static_cast<unsigned>(position), static_cast<unsigned>(position >> 32), purpose};
     philox(words, static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32));
     return static_cast<float>(words[0] >> 8) * 0x1p-24f;
 }

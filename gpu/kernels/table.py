@@ -225,6 +225,8 @@ ACCEPT = Kernel(
         "accepted_ids: int32[rows]",
         "accepted_logprobs: float32[rows]",
         "sequence_failed: int32[sequences]",
+        "batch_rows: int32[sequences]?",
+        "last_tokens: int32[num_rows]?",
         "sequences: int32",
     ),
     ((),),
@@ -243,6 +245,30 @@ REJECT = Kernel(
         "failed: int32[rows]",
         "vocab: int32",
     ),
+    ((),),
+)
+WEIGH_BLOCKS = Kernel(
+    "weigh_blocks",
+    "rejection.cu",
+    1024,
+    (
+        "p: float32[rows, vocab]",
+        "q: float32[rows, vocab]?",
+        "draft_ids: int32[rows]",
+        "offsets: int32[offsets]",
+        "seeds: uint64[rows]",
+        "positions: int64[rows]",
+        "stands: int32[rows]",
+        "can_draw: int32[rows]",
+        "vocab: int32",
+    ),
+    ((),),
+)
+DRAW_BLOCKS = Kernel(
+    "draw_blocks",
+    "rejection.cu",
+    1024,
+    (*WEIGH_BLOCKS.signature[:-1], "token_ids: int32[rows]", "failed: int32[rows]", "vocab: int32"),
     ((),),
 )
 NGRAM_OBSERVE = Kernel(
@@ -362,6 +388,8 @@ KERNELS = (
     SAMPLE,
     ACCEPT,
     REJECT,
+    WEIGH_BLOCKS,
+    DRAW_BLOCKS,
     NGRAM_OBSERVE,
     NGRAM_PROPOSE,
     SCORE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -77,8 +78,7 @@ class Generation:
         counts: tokens and steps.
         is_admitted: the scheduler took it.
         max_output_tokens: in effect; 0 until the prompt is tokenized.
-        draft_lengths: element k counts the verifications of k drafts.
-        acceptance: element k counts the verifications that accepted k drafts.
+        verifications: how often so many drafts of a drafter (its index) were checked and so many accepted.
         outputs: by their index.
         error: why the generation failed; `None` while it has not.
     """
@@ -115,8 +115,7 @@ class Generation:
         self.counts = Counts()
         self.is_admitted = False
         self.max_output_tokens = 0
-        self.draft_lengths: list[int] = []
-        self.acceptance: list[int] = []
+        self.verifications: Counter[tuple[int, int, int]] = Counter()
         self.error: ForewordError | None = None
         self._model = model
         self._engine = engine
@@ -374,6 +373,7 @@ class Generation:
             want_prompt_logprobs=settings.prompt_logprobs,
             max_draft_tokens=settings.max_draft_tokens,
             acceptance=settings.acceptance,
+            drafter=settings.drafter,
             num_outputs=settings.num_outputs,
         )
 
@@ -446,8 +446,7 @@ class Generation:
         counts.num_preemptions += record.num_preemptions - last.num_preemptions
         counts.num_recomputed += record.num_recomputed - last.num_recomputed
         if record.num_drafted:
-            _tally(self.draft_lengths, record.num_drafted)
-            _tally(self.acceptance, record.num_accepted)
+            self.verifications[record.drafter, record.num_drafted, record.num_accepted] += 1
 
     def _count_output(self) -> None:
         self.counts.num_output = sum(output.num_tokens for output in self.outputs)
@@ -524,9 +523,3 @@ class Generation:
     def _end(self, output: Output, finish: Finish) -> None:
         output.finish = finish
         self._notify(self)
-
-
-def _tally(counts: list[int], value: int) -> None:
-    """Count a value in the element of its number."""
-    counts.extend([0] * (value + 1 - len(counts)))
-    counts[value] += 1

@@ -37,6 +37,7 @@ class Record(NamedTuple):
     num_recomputed: int = 0
     step_kind: int = 0
     finish_reason: int = 0
+    drafter: int = 0
 
 
 assert Record._fields == SEQUENCE_UPDATE.names
@@ -160,7 +161,8 @@ class Output:
         ids = token_ids.tolist()
         self._held.append(token_ids, logprobs if self._has_logprobs else None, scores, has_ranks=self._has_ranks)
         if self._ledger:
-            self._ledger.add(header, record.step_kind, record.num_drafted, record.num_accepted, len(ids), now_ns)
+            kind, drafter = record.step_kind, record.drafter
+            self._ledger.add(header, kind, record.num_drafted, record.num_accepted, len(ids), now_ns, drafter)
         self._release(self._detokenizer.push(ids), now_ns)
 
     def flush(self, now_ns: int, *, drop_last: bool = False) -> None:

@@ -120,7 +120,7 @@ def read_settings(
         ContextLengthExceeded: more token ids than the context holds.
     """
     validation.check_count("chat.messages", len(spec.chat.messages), validation.MAX_MESSAGES)
-    validation.check_supported(spec, SUPPORTED_FIELDS, {})
+    validation.check_supported(spec, SUPPORTED_FIELDS)
     if spec.HasField("request_id"):
         validation.check_request_id("request_id", spec.request_id)
     stopping, output = spec.stopping, spec.output
@@ -167,7 +167,8 @@ def read_settings(
         priority=spec.priority,
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         cache_salt=spec.cache.cache_salt,
-        drafter=info.drafter if max_draft_tokens else "",
+        drafter=(spec.speculation.drafter or info.drafter) if max_draft_tokens else "",
+        drafters=info.drafters,
         max_draft_tokens=max_draft_tokens,
         acceptance=_read_acceptance(spec.speculation.acceptance),
         constraint=_read_constraint(spec.constraint) if spec.HasField("constraint") else None,
@@ -308,8 +309,11 @@ def _read_coalescing(output: output_pb2.OutputConfig, *, streamed: bool) -> tupl
 
 def _read_max_draft_tokens(speculation: speculation_pb2.SpeculationConfig, info: EngineInfo) -> int:
     """Drafts that a step may check: what the caller allows, within the server's own bound."""
-    if speculation.HasField("drafter") and (not info.drafter or speculation.drafter != info.drafter):
-        allowed = f"must be {info.drafter!r}" if info.drafter else "must be unset: this server does not speculate"
+    available = info.available_drafters
+    if speculation.HasField("drafter") and speculation.drafter not in available:
+        allowed = (
+            f"must be one of {', '.join(available)}" if available else "must be unset: this server does not speculate"
+        )
         raise InvalidField("speculation.drafter", f"{allowed}, got {speculation.drafter[:80]!r}")
     if not speculation.HasField("draft_token_count"):
         return 0 if speculation.disabled else info.max_draft_tokens

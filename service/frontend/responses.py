@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
@@ -231,7 +232,7 @@ class GenerationConverter:
             ranks=tokens.ranks,
             top_logprobs=self._top_logprobs(tokens),
             token_bytes=self._token_bytes(tokens.token_ids),
-            step_timings=[_step_timing(step, timeline) for step in delta.steps],
+            step_timings=[_step_timing(step, timeline, self._settings.drafters) for step in delta.steps],
         )
 
     def _output_finished(self, output: Output) -> generation_pb2.OutputFinished:
@@ -287,7 +288,7 @@ class GenerationConverter:
             preemption_count=counts.num_preemptions,
             recomputed_token_count=counts.num_recomputed,
             step_count=counts.num_steps,
-            acceptance_histogram=self._generation.acceptance,
+            acceptance_histogram=_acceptance_histogram(self._generation.verifications),
             device=self._device,
         )
 
@@ -320,7 +321,7 @@ def _speculation_status(info: EngineInfo | None, draft_state: DraftState) -> spe
     return speculation_pb2.SpeculationStatus(
         active=draft_state is DraftState.ACTIVE,
         drafter="" if draft_state is DraftState.DRAFTER_FAILED else drafter,
-        available_drafters=[drafter] if drafter else [],
+        available_drafters=() if info is None else info.available_drafters,
         off_reason=speculation_pb2.SpeculationOffReason.ValueType(draft_state.value),
         detail=_DRAFT_STATE_DETAILS[draft_state],
     )
@@ -350,7 +351,15 @@ def _sampling(params: SamplingParams, num_outputs: int = 1, *, with_seed: bool =
     )
 
 
-def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
+def _acceptance_histogram(verifications: Counter[tuple[int, int, int]]) -> list[int]:
+    """Element k counts the verifications that accepted k drafts."""
+    histogram = [0] * (1 + max((num_accepted for _, _, num_accepted in verifications), default=-1))
+    for (_, _, num_accepted), count in verifications.items():
+        histogram[num_accepted] += count
+    return histogram
+
+
+def _step_timing(step: StepShare, timeline: Timeline, drafters: Sequence[str]) -> timing_pb2.StepTiming:
     header = step.header
     return timing_pb2.StepTiming(
         step_id=header.step_id,
@@ -367,6 +376,7 @@ def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
         accepted_draft_token_count=step.num_accepted,
         hold_duration_micros=step.hold_ns // 1000,
         coalesce_duration_micros=(step.emit_ns - step.release_ns) // 1000,
+        drafter=drafters[step.drafter] if step.num_drafted else "",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -27,36 +27,35 @@ MAX_MESSAGES = 4096
 """Turns of a conversation."""
 
 
-def check_supported(message: Message, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
+def check_supported(message: Message, supported: Collection[str]) -> None:
     """Refuse every field that is set and not known to be supported, so that none is ever ignored.
 
     Args:
         message: walked through all of its set fields.
         supported: paths of fields that may be set, without indices; a new field of the protocol is in it only once
             it is supported.
-        neutral: paths of further fields, each with the one value that asks for nothing.
 
     Raises:
         InvalidField: a field is not supported, or not even known to this version.
     """
-    _walk(message, "", "", supported, neutral)
+    _walk(message, "", "", supported)
 
 
-def _walk(message: Message, path: str, shown: str, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
+def _walk(message: Message, path: str, shown: str, supported: Collection[str]) -> None:
     unknown_fields: Any = UnknownFieldSet(message)  # its stub lacks iteration
     for unknown in unknown_fields:
         raise InvalidField(f"{shown}<{unknown.field_number}>", "this server knows no field of this number")
     for field, value in message.ListFields():
         here = path + field.name
-        if here in supported or (here in neutral and neutral[here] == value):
+        if here in supported:
             continue
-        if field.message_type is None or not any(entry.startswith(here + ".") for entry in (*supported, *neutral)):
+        if field.message_type is None or not any(entry.startswith(here + ".") for entry in supported):
             raise InvalidField(shown + field.name, "is not supported by this server")
         if field.is_repeated:
             for index, element in enumerate(value):
-                _walk(element, here + ".", f"{shown}{field.name}[{index}].", supported, neutral)
+                _walk(element, here + ".", f"{shown}{field.name}[{index}].", supported)
         else:
-            _walk(value, here + ".", f"{shown}{field.name}.", supported, neutral)
+            _walk(value, here + ".", f"{shown}{field.name}.", supported)
 
 
 def check_number(path: str, value: float, low: float, high: float = math.inf, *, above_low: bool = False) -> None:

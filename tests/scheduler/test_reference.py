@@ -128,13 +128,14 @@ class Twins:
         logprobs = token_ids.astype(np.float32) / 7
         draft_offsets = np.cumsum([0] + [len(row) for row in drafts]).astype(np.int32)
         draft_token_ids = np.array([token for row in drafts for token in row], np.int32)
+        drafters = (plan.step_id + np.arange(len(drafts), dtype=np.int32)) % 3 if plan.step_id % 5 else None
         result = StepResult(
             plan.step_id,
             offsets,
             token_ids,
             logprobs,
             np.array(failed, np.bool_),
-            drafts=Drafts(draft_offsets, draft_token_ids) if random.random() < 0.9 else None,
+            drafts=Drafts(draft_offsets, draft_token_ids, drafters) if random.random() < 0.9 else None,
         )
         plan_scored = plan.scored_token_ids.copy()
         update = self.real.apply(result)

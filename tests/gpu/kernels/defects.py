@@ -199,12 +199,37 @@ ACCEPTANCE = (
 REJECTED = "rejection.cu"
 
 REJECTION = (
-    Defect("accepted whatever it was drawn from", REJECTED, " * proposed(draft)", "", (PLAIN,)),
-    Defect("residual without the proposal", REJECTED, "own[id] - proposed(id)", "own[id]", (PLAIN,)),
+    Defect("accepted whatever it was drawn from", REJECTED, " * row.proposed(row.draft)", "", (PLAIN,)),
+    Defect("residual without the proposal", REJECTED, "row.p[id] - row.proposed(id)", "row.p[id]", (PLAIN,)),
     Defect("one purpose for both", REJECTED, "position, kAcceptance)", "position, kResidual)", (PLAIN,)),
     Defect("ids past the vocabulary", REJECTED, "id < vocab ? weight(id) : 0.0f", "weight(id)", (ADDRESS,)),
-    Defect("draft past the vocabulary", REJECTED, "draft >= 0 && draft < vocab", "draft >= 0", (ADDRESS,)),
-    Defect("negative probabilities pass", REJECTED, "own[id] >= 0.0f && ", "", (PLAIN,)),
+    Defect(
+        "draft past the vocabulary",
+        REJECTED,
+        "draft_ids[row] >= 0 && draft_ids[row] < vocab",
+        "draft_ids[row] >= 0",
+        (ADDRESS,),
+    ),
+    Defect("negative probabilities pass", REJECTED, "row.p[id] >= 0.0f && ", "", (PLAIN,)),
+)
+
+BLOCK = (
+    Defect(
+        "ratios above 1", REJECTED, "reached < bound ? reached / bound : reached > 0.0", "reached / bound", (PLAIN,)
+    ),
+    Defect("drafts behind 32 left out", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 0),
+    Defect("no run behind 32 rows", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 1),
+    Defect("number of the row before", REJECTED, "i - first - 1)", "i - first)", (PLAIN,)),
+    Defect("number of a row", REJECTED, "kBlockAcceptance, i", "kAcceptance, i", (PLAIN,)),
+    Defect("all drafts weighed alike", REJECTED, "is_last ? joint : mass", "mass", (PLAIN,)),
+    Defect("mass of one thread", REJECTED, "mass = block_reduce(mass, partial, Sum());", "", (PLAIN,)),
+    Defect("row of the next sequence", REJECTED, "if (i >= offsets[blockIdx.y + 1]) return;", "", (ADDRESS,)),
+    Defect("a failed row is passed", REJECTED, "|| !can_draw[i] ||", "||", (PLAIN,)),
+    Defect("a run behind the last draft", REJECTED, "stands[i]) & looked_at", "stands[i])", (PLAIN,)),
+    Defect("the shortest run wins", REJECTED, "31 - __clz(standing)", "__ffs(standing) - 1", (PLAIN,)),
+    Defect(
+        "rows behind the run come out", REJECTED, "i > last || (i == last && !draws)", "i == last && !draws", (PLAIN,)
+    ),
 )
 
 NGRAM_FILE = "ngram.cu"

@@ -78,7 +78,7 @@ def proposals_of(tokens: Sequence[int], limit: int, histories: Histories) -> tup
     """Drafts and confidence behind these tokens in row 1, checked against the drafter of the host."""
     num_rows, max_model_len = histories.tokens.shape
     drafter = NgramDrafter(num_rows, max_model_len, 64, VOCAB)
-    drafter.admit(1, request(int32(*tokens), max_model_len))
+    drafter.admit(1, request(int32(*tokens), max_model_len), int32())
     histories.lengths[1] = 0
     histories.observe(int32(1), int32(0), int32(*tokens), int32(0, len(tokens)))
     want, got = drafter.propose(int32(1), int32(limit)), histories.propose(int32(1), int32(limit))
@@ -99,7 +99,7 @@ def check(folder: Path, seed: int) -> None:
         drafter = NgramDrafter(num_rows, max_model_len, 6, VOCAB)
         for row in range(num_rows):
             prompt = rng.integers(0, alphabet, rng.integers(1, 300)).astype(np.int32)
-            drafter.admit(row, request(prompt, max_model_len))
+            drafter.admit(row, request(prompt, max_model_len), int32())
             histories.observe(int32(row), int32(0), prompt, int32(0, len(prompt)))
         for _ in range(14):
             rows = rng.permutation(num_rows)[: rng.integers(1, num_rows + 1)].astype(np.int32)
