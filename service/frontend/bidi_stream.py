@@ -83,7 +83,7 @@ class BidiStream:
     async def _carry_out(self, command: Any, index: int) -> None:
         if isinstance(command, Undecodable):
             raise MalformedRequest("the command is not a message of the expected type")
-        check_supported(command, {"start.spec", "cancel.request_id", "append_turn"}, {})
+        check_supported(command, {"start.spec", "cancel.request_id", "append_turn"})
         match command.WhichOneof("command"):
             case "start":
                 await self._start_slots.acquire()

@@ -80,7 +80,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.CancelGenerationRequest, context: Any
     ) -> generation_service_pb2.CancelGenerationResponse:
         """End a generation that any RPC started."""
-        check_supported(request, {"request_id"}, {})
+        check_supported(request, {"request_id"})
         check_request_id("request_id", request.request_id)
         was_active = self._frontend.registry.cancel(request.request_id)
         return generation_service_pb2.CancelGenerationResponse(
@@ -93,7 +93,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
 def _spec_of(
     request: generation_service_pb2.GenerateTextRequest | generation_service_pb2.StreamGenerateTextRequest,
 ) -> generation_pb2.GenerationSpec:
-    check_supported(request, {"spec"}, {})
+    check_supported(request, {"spec"})
     if not request.HasField("spec"):
         raise InvalidField("spec", "is required")
     return request.spec
