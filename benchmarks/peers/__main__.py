@@ -11,7 +11,10 @@ those of earlier runs too, it writes `README.md` and `peers.svg` there.
 
     tokens_per_s       output tokens / time from the first request to the last token; prefill: prompt tokens / TTFT
     ttft_ms_p50, _p99  from when a request is due to its first token
-    mb                 memory-engine: proportional set size of the largest process of a system; memory-total: of all
+    mb                 memory-engine: resident memory of the largest process of a system; memory-total: of all, where
+                       pages that two of them share count twice
+    others_cpu         (rounds only) part of the machine's processors that went to anything but the system; the table
+                       leaves out rounds of a case and system in which it is above 5 %
     s                  start: from the start of the process until it serves, with warm file caches
 """
 
@@ -29,7 +32,7 @@ from pathlib import Path
 
 from benchmarks.peers.adapters.worker import Job, Refused, Settings
 from benchmarks.peers.environments import SetupFailed, bfloat16_model, python_of
-from benchmarks.peers.report import Cell, Row, figures, measure, median, page, summary
+from benchmarks.peers.report import MOST_OTHERS_CPU, Cell, Row, figures, measure, median, page, summary, undisturbed
 from benchmarks.peers.systems import SYSTEMS, RunningSystem, SystemFailed
 from benchmarks.peers.workload import CASES, STREAMS, job, read_prompts
 from foreword.gpu.checkpoint.default_model import default_model_path
@@ -37,6 +40,8 @@ from foreword.gpu.checkpoint.default_model import default_model_path
 KV_TOKENS = 16384
 SETTLE_S = 0.3
 """Between systems: threads of the last one stop spinning."""
+PATIENCE_S = 20.0
+"""How long a job waits for others to leave the processors."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -112,8 +117,16 @@ def run(systems: dict[str, RunningSystem], options: argparse.Namespace) -> Itera
 
 def once(system: RunningSystem, cell: Cell, work: Job) -> dict[str, float]:
     """One system's figures of one round."""
-    time.sleep(SETTLE_S)
-    return summary(cell.case, map(len, work.prompts), system.run(work))
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        before = system.cpu_times()
+        time.sleep(SETTLE_S)
+        begin = system.cpu_times()
+        if begin.others_since(before) <= MOST_OTHERS_CPU or begin.clock > deadline:
+            break
+    answers = system.run(work)
+    others = system.cpu_times().others_since(begin)
+    return {**summary(cell.case, map(len, work.prompts), answers), "others_cpu": others}
 
 
 def costs(name: str, system: RunningSystem) -> Iterator[Row]:
@@ -122,7 +135,14 @@ def costs(name: str, system: RunningSystem) -> Iterator[Row]:
     for case, figure in (
         ("memory-engine", {"mb": round(max(memory), 1)}),
         ("memory-total", {"mb": round(sum(memory), 1)}),
-        ("start", {"s": round(system.ready.start_s, 2)}),
+        (
+            "start",
+            {
+                "s": round(system.ready.start_s, 2),
+                "version": system.ready.version,
+                "others_cpu": system.others_cpu_at_start,
+            },
+        ),
     ):
         yield {"round": 0, "case": case, "streams": 1, "system": name, **figure}
 
@@ -181,7 +201,7 @@ def main() -> None:
 
 def write(results: Path, options: argparse.Namespace) -> None:
     """Write the table and the plot of all runs in a results file."""
-    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    rows = undisturbed([json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()])
     (options.output / "README.md").write_text(page(rows), encoding="utf-8")
     try:
         python = python_of("plot", options.environments)

@@ -16,6 +16,10 @@ from benchmarks.peers.systems import SYSTEMS
 Row: TypeAlias = dict[str, Any]
 
 
+MOST_OTHERS_CPU = 0.05
+"""Part of the processors. Systems suffer unequally from others: some wait for their threads in loops."""
+
+
 class Cell(NamedTuple):
     """What a line of the table is about."""
 
@@ -76,6 +80,11 @@ def summary(case: str, prompt_lengths: Iterable[int], answers: list[Answer]) -> 
         "ttft_ms_p50": round(statistics.median(waits), 1),
         "ttft_ms_p99": round(waits[min(len(waits) - 1, int(len(waits) * 0.99))], 1),
     }
+
+
+def undisturbed(rows: Iterable[Row]) -> list[Row]:
+    """The rows of rounds in which hardly anything else ran on the machine."""
+    return [row for row in rows if row.get("others_cpu", 0.0) <= MOST_OTHERS_CPU]
 
 
 def median(rows: Iterable[Row], cell: Cell, system: str, figure: str | None = None) -> float | None:
@@ -207,5 +216,7 @@ is compared with nothing but itself.
 
 
 def page(rows: list[Row]) -> str:
-    """The table with what introduces it."""
-    return PAGE + table(rows)
+    """The table with what introduces it, and the systems' versions."""
+    versions = {row["system"]: row["version"] for row in rows if "version" in row}
+    lines = [f"* {system}: {version}\n" for system, version in versions.items()]
+    return PAGE + table(rows) + "\n" + "".join(lines)

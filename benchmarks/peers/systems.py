@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.peers.adapters.worker import Answer, Job, Ready, Refused, Settings
-from benchmarks.server_process import descendants
+from benchmarks.server_process import cpu_seconds, descendants, rss_mb
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +52,19 @@ SYSTEMS: Mapping[str, System] = {
 }
 
 
+class CpuTimes(NamedTuple):
+    """Seconds: of the clock, of the machine's processors on anything, and on the system."""
+
+    clock: float
+    machine: float
+    system: float
+
+    def others_since(self, begin: CpuTimes) -> float:
+        """Part of the machine's processors that went to anything but the system."""
+        others = (self.machine - begin.machine) - (self.system - begin.system)
+        return round(others / (self.clock - begin.clock) / (os.cpu_count() or 1), 3)
+
+
 class SystemFailed(Exception):
     """A system does not start, or ended; the message says where its log is."""
 
@@ -58,6 +74,7 @@ class RunningSystem:
 
     Attributes:
         ready: what it said when it served.
+        others_cpu_at_start: part of the processors that went to anything else until then.
     """
 
     def __init__(self, name: str, python: Path, settings: Settings, log: Path) -> None:
@@ -74,11 +91,13 @@ class RunningSystem:
             f"benchmarks.peers.adapters.{SYSTEMS[name].adapter}",
             json.dumps(asdict(settings)),
         ]
+        begin = CpuTimes(time.monotonic(), machine_cpu_seconds(), 0.0)
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         self.ready = Ready(**json.loads(self._line()))
+        self.others_cpu_at_start = self.cpu_times().others_since(begin)
 
     def run(self, job: Job) -> list[Answer]:
         """Do a job.
@@ -96,8 +115,12 @@ class RunningSystem:
         return [Answer(**answer) for answer in reply]
 
     def memory_mb(self) -> list[float]:
-        """Memory of each of its processes; pages that several share are divided among them (proportional set size)."""
-        return [pss_mb(pid) for root in self.ready.pids for pid in descendants(root)]
+        """Resident memory of each of its processes."""
+        return [rss_mb(pid) for root in self.ready.pids for pid in descendants(root)]
+
+    def cpu_times(self) -> CpuTimes:
+        """Processor times so far."""
+        return CpuTimes(time.monotonic(), machine_cpu_seconds(), cpu_seconds(descendants(self._process.pid)))
 
     def stop(self) -> None:
         """End it."""
@@ -115,7 +138,7 @@ class RunningSystem:
         return line
 
 
-def pss_mb(pid: int) -> float:
-    """Proportional set size of a process."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
+def machine_cpu_seconds() -> float:
+    """Processor time that the machine has spent on anything so far, or that its host took away."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

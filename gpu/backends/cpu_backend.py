@@ -9,7 +9,7 @@ it when a model is loaded), products are computed in tiles of one size, which co
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +157,8 @@ class CpuBackend(Backend[torch.Tensor]):
         return out
 
     def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
-        rows, padded = len(x), self._padded_rows(len(x), weight.weight)
+        rows = x.shape[0]
+        padded = self._padded_rows(rows, weight.weight)
         if rows != padded:
             x = F.pad(x, (0, 0, 0, padded - rows))
         if self.is_tiled and padded > TILE_ROWS:
@@ -252,7 +253,9 @@ class CpuBackend(Backend[torch.Tensor]):
         )
         return samples
 
-    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+    def score(
+        self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int
+    ) -> Callable[[], TokenScores]:
         scores = TokenScores(
             np.empty(len(rows), np.float32),
             np.empty(len(rows), np.int32),
@@ -262,7 +265,7 @@ class CpuBackend(Backend[torch.Tensor]):
         )
         is_bf16 = logits.dtype == torch.bfloat16
         cpu_kernels.score(logits.data_ptr(), logits.shape[1], is_bf16, rows, token_ids, scores, self._num_threads)
-        return scores
+        return lambda: scores
 
     def _tensor(self, values: Float32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype, copy=True)

@@ -111,8 +111,10 @@ cdef extern from "cpu_int8.h" nogil:
     bint pack_int8_panel(const float *weight, int64_t out_features, int64_t in_features, int64_t panel, int bits,
                          uint8_t *panels)
     int8_product int8_product_vnni
+    int8_product int8_product_avx2
     int8_product int8_product_plain
     bint has_vnni()
+    bint has_avx2()
 
 
 VECTOR_LANES = LANES
@@ -300,7 +302,7 @@ def score(uintptr_t logits, int64_t vocab, bint bf16, const int32_t[::1] rows, c
 # Rows of one unit of work of a product: enough to make good use of a pair of panels in the cache.
 cdef int64_t BLOCK = 96
 
-INT8_KERNELS = ("vnni", "plain") if has_vnni() else ("plain",)
+INT8_KERNELS = ("vnni",) * has_vnni() + ("avx2",) * has_avx2() + ("plain",)
 
 
 cdef class Int8Weight:
@@ -337,13 +339,17 @@ cdef class Int8Weight:
 
 def linear_int8(uintptr_t x, Int8Weight weight, uintptr_t quantised, uintptr_t out, int64_t rows, bint bf16_out,
                 str kernel, int num_threads):
-    cdef int8_product product = int8_product_plain if kernel == "plain" else int8_product_vnni
+    cdef int8_product product = int8_product_plain
     cdef int8_weight *layer = &weight.layer
     cdef int64_t groups = layer.groups, width = weight.in_features
     cdef int64_t pairs = (layer.out_features + PAIR * PANEL - 1) // (PAIR * PANEL)
     cdef int64_t blocks = (rows + BLOCK - 1) // BLOCK
     cdef int8_group *inputs = <int8_group *>quantised
     cdef int64_t row, item, begin, end
+    if kernel == "vnni":
+        product = int8_product_vnni
+    elif kernel == "avx2":
+        product = int8_product_avx2
     with nogil, parallel(num_threads=team(rows * width * layer.out_features // 8, num_threads)):
         for row in prange(rows, schedule="static"):
             quantise_row(<const void *>(x + row * width * 2), width, inputs + row * groups)

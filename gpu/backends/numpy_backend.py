@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -121,19 +122,20 @@ class NumpyBackend(Backend[Array]):
                 samples.logprobs[i] = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
         return samples
 
-    def score(self, logits: Array, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+    def score(self, logits: Array, rows: Int32Array, token_ids: Int32Array, num_top: int) -> Callable[[], TokenScores]:
         x = logits[rows].astype(np.float64)
         logprobs = x - x.max(axis=1, keepdims=True)
         logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
         mine = x[np.arange(len(rows)), token_ids][:, None]
         top = np.argsort(-x, axis=1, kind="stable")[:, :num_top].astype(np.int32)
-        return TokenScores(
+        scores = TokenScores(
             logprobs[np.arange(len(rows)), token_ids].astype(np.float32),
             (1 + (x > mine).sum(axis=1)).astype(np.int32),
             num_top,
             top.ravel(),
             np.take_along_axis(logprobs, top, axis=1).astype(np.float32).ravel(),
         )
+        return lambda: scores
 
     def _process(self, row: Float64, params: SamplingBatch, i: int) -> Float64:
         """Logits with bias, masks and penalties."""

@@ -113,6 +113,8 @@ class SamplingBatch:
         by_rejection: bool `[L]` rows whose draft is accepted by rejection sampling.
         draft_ids: int32 `[L]` draft that such a row checks; an id outside the vocabulary, -1, is none.
         want_logprob: bool `[L]`.
+        want_scores: bool `[L]` rows whose tokens are to be scored; None for none.
+        num_top: most probable tokens at each position that is scored.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -133,6 +135,8 @@ class SamplingBatch:
     by_rejection: npt.NDArray[np.bool_]
     draft_ids: npt.NDArray[np.int32]
     want_logprob: npt.NDArray[np.bool_]
+    want_scores: npt.NDArray[np.bool_] | None = None
+    num_top: int = 0
 
 
 @dataclass(frozen=True, slots=True)

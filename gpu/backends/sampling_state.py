@@ -8,7 +8,7 @@ import numpy.typing as npt
 from foreword.gpu.backends.sampling import LogitBiases, SamplingBatch, TokenMasks
 from foreword.gpu.backends.token_history import TokenHistory
 from foreword.scheduler.request import AcceptanceRule, Request
-from foreword.scheduler.step import BoolArray, Float32Array, Int32Array, StepPlan
+from foreword.scheduler.step import Float32Array, Int32Array, StepPlan
 
 
 class SamplingState:
@@ -83,11 +83,6 @@ class SamplingState:
         """Take the tokens that came out of a step, which are those of its result."""
         self._history.append(plan.rows, token_offsets, token_ids)
 
-    def scored(self, plan: StepPlan, token_offsets: Int32Array) -> tuple[BoolArray, int]:
-        """Which tokens of a result are to be scored, `[N]`, and how many most probable ones at their positions."""
-        is_scored = np.repeat(self._want_scores[plan.rows], np.diff(token_offsets))
-        return is_scored, self.num_top(plan.rows)
-
     def num_top(self, rows: Int32Array) -> int:
         """Most probable tokens that one of some rows wants; the others get as many."""
         return min(int(self._num_top[rows].max()), self._vocab_size)
@@ -116,6 +111,8 @@ class SamplingState:
             by_rejection=self._by_rejection[rows],
             draft_ids=_draft_ids(plan),
             want_logprob=self._want_logprob[rows],
+            want_scores=self._want_scores[rows],
+            num_top=self.num_top(plan.rows),
         )
 
     def _select_biases(self, rows: Int32Array) -> LogitBiases:

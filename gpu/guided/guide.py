@@ -127,14 +127,13 @@ class GuidedRows:
                 start, end = plan.output_offsets[i : i + 2]
                 self._guides[row] = Guide(self._compiler, request, plan.output_token_ids[start:end].tolist())
 
+    def concerns(self, plan: StepPlan) -> bool:
+        """Whether a grammar restricts any position of a step."""
+        return bool(self._parts_of(plan))
+
     def restrict(self, plan: StepPlan, params: SamplingBatch) -> SamplingBatch:
         """Add to the masks of a step what the grammars allow at its positions."""
-        offsets = plan.logits_offsets.tolist()
-        self._parts = [
-            _Part(b, self._guides[row], offsets[b], offsets[b + 1])
-            for b, row in enumerate(plan.rows.tolist() if self._guides else ())
-            if row in self._guides and offsets[b] < offsets[b + 1]
-        ]
+        self._parts = self._parts_of(plan)
         if not self._parts:
             return params
         allowed = self._allowed(plan)
@@ -149,7 +148,7 @@ class GuidedRows:
     def follow(
         self, plan: StepPlan, params: SamplingBatch, tokens: AcceptedTokens
     ) -> tuple[AcceptedTokens, Int32Array | None]:
-        """Take the tokens that came out of a step.
+        """Take the tokens that came out of a step; other rows may have been restricted for the next one meanwhile.
 
         Args:
             plan: of the step.
@@ -159,6 +158,7 @@ class GuidedRows:
         Returns:
             the tokens without those behind the end of a grammar, and `StepResult.constraint_reasons`.
         """
+        self._parts = self._parts_of(plan)
         if not self._parts:
             return tokens, None
         counts = np.diff(tokens.offsets)
@@ -200,6 +200,14 @@ class GuidedRows:
                 lists[part.index] = token_ids
                 forced.append(row)
         return _replaced(drafts, lists, plan.num_sequences), np.array(forced, np.int32)
+
+    def _parts_of(self, plan: StepPlan) -> list[_Part]:
+        offsets = plan.logits_offsets.tolist()
+        return [
+            _Part(b, self._guides[row], offsets[b], offsets[b + 1])
+            for b, row in enumerate(plan.rows.tolist() if self._guides else ())
+            if row in self._guides and offsets[b] < offsets[b + 1]
+        ]
 
     def _allowed(self, plan: StepPlan) -> npt.NDArray[np.uint32]:
         """What the grammars allow at the positions of all parts, `[P, ceil(V / 32)]`."""

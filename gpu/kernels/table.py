@@ -225,6 +225,8 @@ ACCEPT = Kernel(
         "accepted_ids: int32[rows]",
         "accepted_logprobs: float32[rows]",
         "sequence_failed: int32[sequences]",
+        "batch_rows: int32[sequences]?",
+        "last_tokens: int32[num_rows]?",
         "sequences: int32",
     ),
     ((),),

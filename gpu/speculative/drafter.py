@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Int32Array
+from foreword.scheduler.step import Int32Array, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,14 @@ class Proposals:
     token_ids: Int32Array
     confidences: Int32Array
     drafters: Int32Array | None = None
+
+
+@runtime_checkable
+class PlanDrafter(Protocol):
+    """A drafter that computes what the target computes."""
+
+    def see(self, plan: StepPlan) -> None:
+        """Take the plan of the step whose tokens come next."""
 
 
 class Drafter(Protocol):

@@ -9,18 +9,25 @@ from foreword.gpu.speculative.hybrid_drafter import HybridDrafter
 from foreword.gpu.speculative.ngram_drafter import NgramDrafter
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.gpu.speculative.suffix_drafter import SuffixDrafter
+from foreword.scheduler.errors import ConfigError
 
 
-def open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:
+def open_speculator(config: DeviceConfig, vocab_size: int, draft_model: Drafter | None = None) -> Speculator | None:
     """The speculator of a device; `None` when speculation is off.
 
     Args:
         config: whether to speculate, and how.
         vocab_size: token ids are below it.
+        draft_model: the drafter "draft-model".
+
+    Raises:
+        ConfigError: that drafter is asked for and not there.
     """
     if config.speculation == "off":
         return None
-    drafter = _open_drafter(config, vocab_size)
+    if config.speculation == "draft-model" and draft_model is None:
+        raise ConfigError("speculation: 'draft-model' needs a draft model")
+    drafter = draft_model or _open_drafter(config, vocab_size)
     controller = None
     if config.speculation == "auto":
         controller = DraftController(config.max_num_sequences, config.max_num_batched_tokens, drafter.max_confidence)

@@ -6,9 +6,9 @@ import numpy as np
 import structlog
 
 from foreword.gpu.speculative.controller import DraftController, IntArray
-from foreword.gpu.speculative.drafter import Drafter, Proposals
+from foreword.gpu.speculative.drafter import Drafter, PlanDrafter, Proposals
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Drafts, DraftState, Int32Array, StepPlan
+from foreword.scheduler.step import Drafts, DraftState, Int32Array, StepForecast, StepPlan
 
 _log = structlog.get_logger(__name__)
 
@@ -22,6 +22,8 @@ class Speculator:
         drafter_name: of its drafter.
         drafter_names: of the drafters that it chooses among, or of its drafter alone.
         state: whether it proposes, and why not.
+        cost: what its controller knows of the cost of steps; None without one.
+        forecast: what was expected of the last step.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Speculator:
         self.drafter_names = drafter.names
         self._drafter: Drafter | None = drafter
         self._controller = controller
+        self.cost = None if controller is None else controller.cost
+        self.forecast = StepForecast()
         self._max_draft_tokens = max_draft_tokens
         self._vocab_size = vocab_size
         self._row_limits = np.zeros(max_num_sequences, np.int32)
@@ -65,6 +69,7 @@ class Speculator:
             token_ids: of the step's result.
             model_duration_ns: of the step's result.
         """
+        self.forecast = StepForecast()
         if self._drafter is None:
             return None
         try:
@@ -90,6 +95,8 @@ class Speculator:
         for a, (row, request) in enumerate(plan.admitted):
             output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
             self._admit(drafter, row, request, plan.output_token_ids[output])
+        if isinstance(drafter, PlanDrafter):
+            drafter.see(plan)
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
@@ -99,6 +106,7 @@ class Speculator:
         decoding = num_new > 0
         if self._controller:
             if plan.num_tokens == len(plan.logits_indices):
+                self.forecast = self._controller.cost.forecast(plan.num_sequences, plan.num_tokens, len(token_ids))
                 self._controller.cost.observe(plan.num_tokens, model_duration_ns)
             first_ids = token_ids[token_offsets[:-1][decoding]]
             self._learn(self._controller, plan.rows[decoding], num_drafted[decoding], num_new[decoding] - 1, first_ids)

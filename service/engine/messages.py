@@ -6,7 +6,7 @@ reply per submit, and one `StepReport` per step, however many sequences and toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.errors import ForewordError, InvalidField
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import DraftState, SchedulerLoad, TokenScores
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepForecast, TokenScores
 
 FRONT_END_SHIFT = 48
 """A request key holds the index of its front end above this bit, and that front end's own counter below."""
@@ -211,6 +211,10 @@ class StepHeader:
         num_prefill_tokens: of the tokens, those of prompts.
         num_drafted: draft tokens checked.
         num_accepted: of those, accepted and kept.
+        drafted: sequences that had a draft checked at each place of a draft, from the first place on.
+        accepted: of those, sequences whose draft was accepted and kept.
+        emitted: of the sequences that had drafts checked, those that a token came out of at each place.
+        forecast: what the device expected of the step.
         num_output_tokens: tokens that came out.
         num_preempted: sequences that lost their blocks to others.
         num_finished: sequences that ended.
@@ -231,6 +235,10 @@ class StepHeader:
     num_prefill_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    emitted: tuple[int, ...] = ()
+    forecast: StepForecast = field(default_factory=StepForecast)
     num_output_tokens: int = 0
     num_preempted: int = 0
     num_finished: int = 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import zip_longest
 
 from foreword.scheduler.step import SchedulerLoad
 from foreword.service.engine.messages import EngineInfo, StepHeader
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.responses import duration, timestamp
-from foreword.v1 import engine_pb2
+from foreword.v1 import engine_pb2, speculation_pb2
 
 
 def load_message(load: SchedulerLoad) -> engine_pb2.Load:
@@ -73,7 +75,19 @@ def step_message(header: StepHeader, info: EngineInfo) -> engine_pb2.Step:
             )
             for counts in header.drafts
         ],
+        draft_places=_draft_places(header),
+        predicted_verify_duration_micros=header.forecast.model_duration_ns // 1000,
+        undrafted_duration_micros=header.forecast.undrafted_duration_ns // 1000,
+        speculation_off_reason=speculation_pb2.SpeculationOffReason.ValueType(header.draft_state.value),
     )
+
+
+def _draft_places(header: StepHeader) -> Iterator[engine_pb2.DraftPlace]:
+    columns = zip_longest(header.drafted, header.accepted, header.emitted, fillvalue=0)
+    for drafted, accepted, emitted in columns:
+        yield engine_pb2.DraftPlace(
+            draft_token_count=drafted, accepted_draft_token_count=accepted, output_token_count=emitted
+        )
 
 
 def generation_message(generation: Generation, model: str) -> engine_pb2.GenerationInfo:

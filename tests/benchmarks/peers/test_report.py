@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.peers.adapters.worker import Answer
-from benchmarks.peers.report import Cell, Row, best_peer, figures, median, page, ratio, summary, table
+from benchmarks.peers.report import Cell, Row, best_peer, figures, median, page, ratio, summary, table, undisturbed
 
 CHAT = Cell("decode-chat", 1)
 
@@ -52,6 +52,12 @@ def test_rounds_of_different_runs_are_not_compared() -> None:
     assert best_peer(measured, CHAT, "foreword") is None
 
 
+def test_rounds_with_others_on_the_machine_are_left_out() -> None:
+    calm, busy = rows("foreword", [100, 50])
+
+    assert undisturbed([calm | {"others_cpu": 0.02}, busy | {"others_cpu": 0.2}]) == [calm | {"others_cpu": 0.02}]
+
+
 def test_the_best_peer_is_the_one_that_ours_does_worst_against() -> None:
     measured = rows("foreword", [150]) + rows("openvino", [100]) + rows("llama.cpp", [120])
 
@@ -87,6 +93,12 @@ def test_the_table_has_a_line_per_case_and_says_which_targets_are_missed() -> No
     assert "foreword-off >= 1.2: met; foreword >= 1.5: missed" in chat
     assert (short.split(" | ")[0], long.split(" | ")[0]) == ("| prefill-128", "| prefill-1024")
     assert table(measured) in page(measured)
+
+
+def test_the_page_names_versions() -> None:
+    start = [row | {"version": "2026.4"} for row in rows("openvino", [3], Cell("start", 1), figure="s")]
+
+    assert page(start).endswith("* openvino: 2026.4\n")
 
 
 def test_a_wait_has_a_line_for_its_tail() -> None:

@@ -84,7 +84,7 @@ def verify(
     arrays = {
         field.name: np.tile(value, (SEQUENCES, *[1] * (value.ndim - 1)))
         for field in fields(one)
-        if field.name not in tables
+        if field.name not in {*tables, "num_top"}
         for value in [getattr(one, field.name)]
     }
     seeds = np.random.default_rng(len(drafts)).integers(0, 1 << 63, SEQUENCES, np.uint64)
@@ -92,7 +92,7 @@ def verify(
     input_ids = np.tile(plan.token_ids[plan.logits_indices], SEQUENCES)
     offsets = (np.arange(SEQUENCES + 1) * num_rows).astype(np.int32)
     backend = CpuBackend("float32", num_threads=2)
-    return backend.sample_and_accept(torch.tensor(logits * SEQUENCES), batch, input_ids, offsets)
+    return backend.sample_and_accept(torch.tensor(logits * SEQUENCES), batch, input_ids, offsets)()
 
 
 @pytest.mark.parametrize("rule", AcceptanceRule)

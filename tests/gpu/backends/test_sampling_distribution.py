@@ -110,7 +110,7 @@ def draw(backend: CpuBackend, writer: Any, params: SamplingParams) -> np.ndarray
     arrays = {
         field.name: np.repeat(getattr(one, field.name), DRAWS, axis=0)
         for field in fields(one)
-        if field.name not in tables
+        if field.name not in {*tables, "num_top"}
     }
     batch = SamplingBatch(**tables, **arrays | {"position": len(known) + np.arange(DRAWS)})
     return backend.sample(torch.tensor([LOGITS] * DRAWS), batch).token_ids

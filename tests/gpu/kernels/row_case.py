@@ -205,8 +205,8 @@ def check_padding(launch: Launcher) -> None:
     token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
     launch(
         table.SAMPLE, ROWS, THREADS, logits, processed, nowhere, params.temperature, params.top_k, params.top_p,
-        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1), params.by_rejection.view(np.uint8),
-        params.draft_ids, params.want_logprob.view(np.uint8),
+        params.min_p, params.typical_p, params.seed, np.full(ROWS, -1),
+        params.by_rejection.view(np.uint8), params.draft_ids, params.want_logprob.view(np.uint8),
         token_ids, logprobs, failed, VOCAB,
     )  # fmt: skip
     for result in (token_ids, logprobs, failed):
@@ -218,7 +218,7 @@ def check_scores(launch: Launcher) -> None:
     logits[1, [5, 9]] = 7.0
     given = launch.array(logits)
     rows, token_ids, num_top = np.array([2, 1, 1], np.int32), np.array([200, 9, 0], np.int32), 4
-    expected = NumpyBackend().score(values(given), rows, token_ids, num_top)
+    expected = NumpyBackend().score(values(given), rows, token_ids, num_top)()
     logprobs, ranks = poison(3), np.full(3, -7, np.int32)
     top_ids, top_logprobs = np.full((3, num_top), -7, np.int32), poison(3, num_top)
     launch(table.SCORE, 3, THREADS, given, rows, token_ids, logprobs, ranks, top_ids, top_logprobs, VOCAB, num_top)

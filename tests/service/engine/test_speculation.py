@@ -16,7 +16,7 @@ from foreword.gpu.speculative.drafter import Proposals
 from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.config import SchedulerConfig
-from foreword.scheduler.request import Request, SamplingParams, StoppingParams
+from foreword.scheduler.request import AcceptanceRule, Request, SamplingParams, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import DraftState, FinishReason, Int32Array
 
@@ -212,6 +212,25 @@ def test_an_output_is_the_same_for_every_count_of_outputs(runner: ModelRunner, k
         assert {each: output.text for each, output in squeezed.items()} == expected
         num_preemptions += sum(output.num_preemptions for output in squeezed.values())
     assert key == 2 or num_preemptions > 0
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
+def test_rejection_keeps_greedy_tokens_and_repeats_random_ones_with_the_same_drafts(
+    runner: ModelRunner, plain: dict[int, Output], rule: AcceptanceRule
+) -> None:
+    """Alone, among others and preempted; the random words are those of the request."""
+    requests = [replace(request(key), acceptance=rule) for key in range(8)]
+    drafter = ScriptedDrafter(scripts(plain), num_drafts=3)
+    together = generate(runner, requests, speculator(drafter))
+    squeezed = generate(runner, requests[:5], speculator(drafter), num_blocks=8)
+    for key in (0, 2, 4, 6):
+        assert together[key].text == plain[key].text
+    random = (1, 3, 5, 7)
+    assert any(together[key].tokens != plain[key].tokens for key in random)
+    assert 0 < sum(together[key].num_accepted for key in random) < sum(together[key].num_drafted for key in random)
+    for key in (1, 2):
+        assert generate(runner, [requests[key]], speculator(drafter))[key].text == together[key].text
+    assert [squeezed[key].text for key in (0, 2, 4)] == [plain[key].text for key in (0, 2, 4)]
 
 
 PROCESSORS: list[dict[str, object]] = [
