@@ -5,6 +5,7 @@ Oracles compute in float32 from the values that the element type holds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def check(folder: Path, seed: int, dtype: str = "float32") -> None:
     check_elementwise(launch)
     check_rotation(launch)
     check_sampling(launch)
+    check_truncation(launch)
     check_padding(launch)
     check_scores(launch)
 
@@ -140,7 +142,7 @@ def parameters() -> SamplingBatch:
         typical_p=np.array([1, 1, 1, 1, 1, 0.7], np.float32),
         repetition_penalty=np.full(ROWS, 1.3, np.float32),
         frequency_penalty=np.full(ROWS, 0.2, np.float32),
-        presence_penalty=np.full(ROWS, 0.1, np.float32),
+        presence_penalty=np.full(ROWS, 3, np.float32),
         seed=np.arange(ROWS, dtype=np.uint64) << np.uint64(33),
         position=np.arange(ROWS, dtype=np.int64) + (1 << 20),
         biases=LogitBiases(
@@ -160,8 +162,13 @@ def parameters() -> SamplingBatch:
 
 def check_sampling(launch: Launcher) -> None:
     """Tokens, log probabilities and failures; a row that holds NaN, of either sign, fails alone."""
-    params, logits = parameters(), normal(ROWS + 1, VOCAB)[:ROWS] * 3
-    for damaged in (False, True):
+    logits = normal(ROWS + 1, VOCAB)[:ROWS] * 3
+    logits[4, 0] = 12  # of the prompt, and the best as long as presence does not count
+    by_rejection = parameters()
+    exact = replace(by_rejection, by_rejection=np.zeros(ROWS, np.bool_))
+    cases = [(by_rejection, False), (exact, True)]
+    cases[1:1] = [(replace(exact, seed=exact.seed + np.uint64(i)), False) for i in range(24)]
+    for params, damaged in cases:
         if damaged:
             logits[2, 77] = -np.float32(np.nan)  # ranks below every number
         given = launch.array(logits)
@@ -186,6 +193,38 @@ def check_sampling(launch: Launcher) -> None:
         np.testing.assert_array_equal(token_ids, expected.token_ids)
         np.testing.assert_allclose(logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(failed, expected.failed)
+
+
+def check_truncation(launch: Launcher) -> None:
+    """The best id alone by top-k; and many ids by top-p, whose masses are small and add up to that of the best."""
+    params, vocab, nowhere = parameters(), 20_000, np.full(ROWS, -1, np.int32)
+    logits = np.full((ROWS, vocab), -10.5, np.float32)
+    logits[:, 7] = 0
+    logits[:3, [7, 9]] = 8, 7.95
+    params = replace(
+        params,
+        temperature=np.ones(ROWS, np.float32),
+        top_k=np.array([1, 1, 1, 0, 0, 0], np.int32),
+        top_p=np.array([1, 1, 1, 0.9, 0.9, 0.9], np.float32),
+        min_p=np.zeros(ROWS, np.float32),
+        typical_p=np.ones(ROWS, np.float32),
+        by_rejection=np.zeros(ROWS, np.bool_),
+        biases=replace(params.biases, index=nowhere),
+        masks=replace(params.masks, index=nowhere),
+        history=replace(params.history, index=nowhere),
+        num_masked=np.zeros(ROWS, np.int32),
+    )
+    given = launch.array(logits)
+    for i in range(4):
+        params = replace(params, seed=params.seed + np.uint64(i))
+        token_ids, logprobs, failed = np.full(ROWS, -7, np.int32), poison(ROWS), np.full(ROWS, -7, np.int32)
+        launch(
+            table.SAMPLE, ROWS, THREADS, given, poison(1, vocab), nowhere, params.temperature, params.top_k,
+            params.top_p, params.min_p, params.typical_p, params.seed, params.position,
+            params.by_rejection.view(np.uint8), params.draft_ids, params.want_logprob.view(np.uint8),
+            token_ids, logprobs, failed, vocab,
+        )  # fmt: skip
+        np.testing.assert_array_equal(token_ids, NumpyBackend().sample(values(given), params).token_ids)
 
 
 def check_padding(launch: Launcher) -> None:
