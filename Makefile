@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality bench-cpu gpu-check simulate sanitize wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality bench-cpu bench-peers gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,8 +40,8 @@ fix: $(VENV)/.dev ## Format and repair what ruff can.
 kernels: $(VENV)/.dev build ## Compile every CUDA kernel for sm_80, sm_90, sm_100 without a GPU; print what each needs (ARGS="sm_90").
 	@PYTHONPATH=tests $(BIN)/python tests/gpu/kernels/nvrtc.py $(ARGS)
 
-test-kernels-full: $(VENV)/.dev build ## CUDA kernels under address, undefined-behaviour and thread sanitizers; planted defects.
-	@$(BIN)/python -m pytest tests/gpu/kernels/sanitized.py $(ARGS)
+test-kernels-full: $(VENV)/.dev build ## CUDA kernels: every instantiation, sanitizers, planted defects.
+	@$(BIN)/python -m pytest tests/gpu/kernels/whole_table.py tests/gpu/kernels/sanitized.py $(ARGS)
 
 proto: $(VENV)/.tools ## Compile proto/ into build/tree/foreword/v1.
 	@$(BIN)/python -c 'import setup; setup.link_tree(); setup.generate_proto(setup.TREE.parent)'
@@ -76,6 +76,9 @@ sanitize: $(VENV)/.dev build ## Build the scheduler with sanitizers for addresse
 
 bench-quality: $(VENV)/.built ## Divergence of each number format from float32, as JSON lines; fails below the bar.
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
+
+bench-peers: $(VENV)/.built ## Foreword next to OpenVINO, llama.cpp, vLLM and Transformers, each set up when missing; a table and a plot.
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 wheel-smoke: build ## Build the wheel, install it into an empty environment and generate with it there.
 	@bash tests/wheel_smoke.sh

@@ -22,8 +22,7 @@ from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
-from foreword.gpu.speculative.controller import DraftController
-from foreword.gpu.speculative.ngram_drafter import NgramDrafter
+from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.step import BoolArray, DraftState, StepPlan, StepResult, TokenScores
@@ -125,8 +124,9 @@ class ModelRunner:
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
             drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
-            if guided_rows and drafts:
-                drafts = guided_rows.cut(plan, drafts)
+            if guided_rows:
+                drafts, forced_rows = guided_rows.amend(plan, drafts)
+                self.speculator.disown(forced_rows)
             draft_state = self.speculator.state
             draft_end_ns = time.perf_counter_ns()
         return StepResult(
@@ -216,24 +216,7 @@ def load_runner(
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
     guided_rows = GuidedRows(GrammarCompiler(vocabulary), config.num_threads) if vocabulary else None
-    return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size), guided_rows)
-
-
-def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:
-    if config.speculation == "off":
-        return None
-    num_rows = config.max_num_sequences
-    drafter = NgramDrafter(num_rows, config.max_model_len, config.max_draft_tokens, vocab_size)
-    controller = None
-    if config.speculation == "auto":
-        controller = DraftController(num_rows, config.max_num_batched_tokens, drafter.max_confidence)
-    return Speculator(
-        drafter,
-        controller,
-        max_num_sequences=num_rows,
-        max_draft_tokens=config.max_draft_tokens,
-        vocab_size=vocab_size,
-    )
+    return ModelRunner(config, decoder, open_speculator(config, model_config.vocab_size), guided_rows)
 
 
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:

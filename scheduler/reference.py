@@ -6,6 +6,7 @@ that a reader can tell which.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,7 @@ class _Sequence:
     order: int
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
+    drafter: int = 0
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
@@ -52,6 +54,7 @@ class _Sequence:
     is_awaited: bool = False  # what it computes next depends on a result
     is_reported: bool = False  # its end is part of an update
     num_overtaken: int = 0
+    num_admitted_before: int = 0  # of all requests, when it last paused without a row
     finish_reason: FinishReason = FinishReason.NONE
     first_scheduled_ns: int = 0
     num_prompt_computed: int = 0
@@ -99,6 +102,11 @@ class _Sequence:
         """False when it gained no token since it resumed after a preemption."""
         return self.num_preemptions == 0 or len(self.tokens) > self.prefill_end
 
+    @property
+    def has_earned_its_row(self) -> bool:
+        """It gained as many tokens as it must before a waiting request may take its row: 0, 1, 3, 7 and so on."""
+        return len(self.tokens) - self.prefill_end >= (1 << self.num_preemptions) - 1
+
     def update(
         self, step_kind: StepKind, num_tokens: int, num_drafted: int, num_accepted: int, num_scored: int = 0
     ) -> tuple[int, ...]:
@@ -118,6 +126,7 @@ class _Sequence:
             self.num_recomputed,
             step_kind,
             self.finish_reason,
+            self.drafter if num_drafted else 0,
         )
 
 
@@ -143,6 +152,7 @@ class ReferenceScheduler:
         self.num_preempted = 0
         self.waiting: ReferenceQueue[_Sequence] = ReferenceQueue(config)
         self.passed: list[_Sequence] = []
+        self.num_admitted_ever = 0
         self.draft_budget = 0
         self.num_drafts_planned = 0
         self.num_drafts_dropped = 0
@@ -194,7 +204,8 @@ class ReferenceScheduler:
         _, num_measured, duration_ns = self.measured
         if not num_measured:
             return 0
-        num_running = sum(s.prefill_end - s.num_computed for s in self._running() if s.is_prefill)
+        prefills = [s for s in self._running() if s.is_prefill and s.request.priority >= request.priority]
+        num_running = sum(s.prefill_end - s.num_computed for s in prefills)
         return (num_running + self.waiting.num_tokens_before(request)) * duration_ns // num_measured
 
     def _queue_followers(self, leader: _Sequence) -> None:
@@ -216,17 +227,22 @@ class ReferenceScheduler:
         """Stop scheduling a sequence."""
         if (s := self._find(request_key)) is None:
             return False
-        s.is_paused = True
-        self.waiting.discard(s)
-        if not s.num_planned:
-            s.drafts = []
+        if not s.is_paused:
+            s.is_paused = True
+            if not s.num_planned:
+                s.drafts = []
+            if s.row is None and s.num_overtaken < MAX_OVERTAKEN:
+                self.waiting.discard(s)
+                s.num_admitted_before = self.num_admitted_ever
         return True
 
     def resume(self, request_key: int) -> bool:
         """Undo `pause`."""
         if (s := self._find(request_key)) is None:
             return False
-        if s.is_paused and s.row is None and not s.leader:
+        if s.is_paused and s.row is None and not s.leader and s not in self.waiting.members:
+            num_admitted = self.num_admitted_ever - s.num_admitted_before
+            s.num_overtaken = min(MAX_OVERTAKEN, s.num_overtaken + num_admitted)
             self.waiting.push(s, self.now_ns)
         s.is_paused = False
         return True
@@ -252,10 +268,10 @@ class ReferenceScheduler:
         for s in sorted(self._active(), key=lambda s: (s.request.deadline_ns, s.order)):
             if s.request.deadline_ns and s.request.deadline_ns <= self.now_ns:
                 self._end(s, FinishReason.DEADLINE)
-        running = self._running()
-        prefills = [s for s in running if s.is_prefill]
+        prefills = [s for s in self._running() if s.is_prefill]
+        self._preempt_for_waiting(prefills)
         self._set_draft_budget(prefills)
-        self._schedule_decodes([s for s in running if not s.is_prefill])
+        self._schedule_decodes([s for s in self._running() if not s.is_prefill])
         self._schedule_prompts(prefills)
         self.step_id += 1
         num_tokens = self.config.max_num_batched_tokens - self.num_budget
@@ -269,14 +285,15 @@ class ReferenceScheduler:
     def _advance(self) -> list[tuple[_Sequence, int, int]]:
         """Let the sequences of the open plan look as its result will leave them, with -1 for the token it draws.
 
-        Those whose drafts it checks, or that its result ends, have to wait for it. Returns what to undo.
+        Those whose drafts it checks, that its result ends, or that draw by their last token have to wait for it.
+        Returns what to undo.
         """
         advanced = []
         for plan, planned in self.open:
             for b, s in enumerate(planned):
                 num_tokens, num_logits = int(np.diff(plan.query_offsets)[b]), int(np.diff(plan.logits_offsets)[b])
                 is_last = num_logits == 1 and s.num_output + 1 == s.request.stopping.max_output_tokens
-                s.is_awaited = num_logits > 1 or is_last
+                s.is_awaited = num_logits > 1 or is_last or (num_logits == 1 and s.request.needs_last_token)
                 if not s.is_awaited and not s.finish_reason:
                     s.num_computed += num_tokens
                     s.tokens += [-1] * num_logits
@@ -308,6 +325,70 @@ class ReferenceScheduler:
         self.draft_budget = max(0, self.num_budget - len(self._running()) - num_tokens)
         self.num_drafts_planned = self.num_drafts_dropped = 0
 
+    def _preempt_for_waiting(self, prefills: list[_Sequence]) -> None:
+        """Waiting requests of a higher priority than running ones take their place, then those that are overdue."""
+        is_overdue = False
+        while running := self._running():
+            lowest = running[-1].request.priority
+            if is_overdue:
+                holders = {(s.request.tenant, s.request.priority) for s in running}
+                s = self.waiting.overdue(lowest, holders, self.now_ns)
+            else:
+                s = self.waiting.best([], lowest, self.now_ns)
+            if s is None or not self._admit_over_others(s, is_overdue, prefills):
+                if is_overdue:
+                    return
+                is_overdue = True
+
+    def _admit_over_others(self, s: _Sequence, is_overdue: bool, prefills: list[_Sequence]) -> bool:
+        victims = self._victims(s, is_overdue)
+        before = [p for p in prefills if p.can_be_planned and p.place < s.place]
+        num_tokens = self.num_budget - len(self._running()) + len(victims)
+        num_tokens -= sum(p.prefill_end - p.num_computed for p in before)
+        if not victims or num_tokens <= 0:
+            return False
+        if self.open:
+            self.is_starved = True
+            return False
+        for v in victims:
+            self._preempt(v)
+        self._admit(s, num_tokens)
+        return True
+
+    def _victims(self, s: _Sequence, is_overdue: bool) -> list[_Sequence]:
+        """As few as possible, from the last one on; none where it needs none, and where all would not be enough."""
+        running = self._running()
+        flows = Counter((v.request.tenant, v.request.priority) for v in running)
+        crowded, most = None, 1
+        for v in reversed(running):
+            flow = v.request.tenant, v.request.priority
+            if is_overdue and v.request.priority == s.request.priority and flows[flow] > most:
+                crowded, most = flow, flows[flow]
+        victims: list[_Sequence] = []
+        for v in reversed(running):
+            if self._would_fit(s, victims):
+                break
+            flow = v.request.tenant, v.request.priority
+            if v.finish_reason or v.num_planned > len(self.open) or not v.has_earned_its_row:
+                continue
+            if v.request.priority < s.request.priority or (flow == crowded and flows[flow] > 1):
+                flows[flow] -= 1
+                victims.append(v)
+        for v in reversed(victims[:-1]):
+            others = [other for other in victims if other is not v]
+            if self._would_fit(s, others):
+                victims = others
+        return victims if self._would_fit(s, victims) else []
+
+    def _would_fit(self, s: _Sequence, victims: list[_Sequence]) -> bool:
+        """Whether it finds a row and blocks for all its tokens without these, and without what others need."""
+        others = [other for other in self._running() if other not in victims]
+        held = {block for other in others for block in other.blocks}
+        num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in others if p.is_prefill)
+        num_free = self.config.num_blocks - len(held) - num_reserved - len(others)
+        num_taken = self._num_blocks_for(len(s.tokens)) - sum(block in held for block in self._hits(s))
+        return len(others) < self.config.max_num_sequences and num_taken <= num_free
+
     def _schedule_decodes(self, decodes: list[_Sequence]) -> None:
         num_running = len(self._running())
         for s in decodes:
@@ -325,17 +406,17 @@ class ReferenceScheduler:
     def _schedule_prompts(self, prefills: list[_Sequence]) -> None:
         self.passed = []
         for s in prefills:
-            if not s.can_be_planned:
+            if not s.can_be_planned or s in self.planned:
                 continue
-            self._schedule_admissions(prefills, above=s.request.priority)
+            self._schedule_admissions(above=s.request.priority)
             if not self.planned and self._num_in_reach(s) == 0 and not self._make_room(s):
                 continue
             num_tokens = min(len(s.tokens) - s.num_computed, self.num_budget, self._num_in_reach(s))
             if num_tokens:
                 self._schedule(s, num_tokens)
-        self._schedule_admissions(prefills, above=MIN_PRIORITY - 1)
+        self._schedule_admissions(above=MIN_PRIORITY - 1)
 
-    def _schedule_admissions(self, prefills: list[_Sequence], above: int) -> None:
+    def _schedule_admissions(self, above: int) -> None:
         if self.num_preempted:
             return
         while s := self.waiting.best(self.passed, above, self.now_ns):
@@ -344,8 +425,9 @@ class ReferenceScheduler:
                     self._preempt(self._running()[-1])
                 num_free = self.blocks.num_free
             else:
-                num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in prefills)
-                num_free = self.blocks.num_free - num_reserved - len(self._running())
+                running = self._running()
+                num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in running if p.is_prefill)
+                num_free = self.blocks.num_free - num_reserved - len(running)
             if self.open and not self.planned and (not self.free_rows or self._num_taken(s) > num_free):
                 self.is_starved = True
             if any(p.num_overtaken == MAX_OVERTAKEN for p in self.passed) or len(self.passed) == MAX_OVERTAKEN:
@@ -355,7 +437,7 @@ class ReferenceScheduler:
             if self._num_taken(s) > num_free:
                 self.passed.append(s)
                 continue
-            self._admit(s)
+            self._admit(s, self.num_budget)
             for p in self.passed:
                 p.num_overtaken += 1
 
@@ -369,7 +451,7 @@ class ReferenceScheduler:
             return []
         return self.blocks.hits(s.request.cache_salt, s.tokens if s.is_scored else s.tokens[: s.num_scored])
 
-    def _admit(self, s: _Sequence) -> None:
+    def _admit(self, s: _Sequence, max_tokens: int) -> None:
         self.waiting.admit(s, self.now_ns)
         s.row = self.free_rows.pop()
         self.generations[s.row] += 1
@@ -385,7 +467,8 @@ class ReferenceScheduler:
         s.prefill_end = len(s.tokens)
         s.first_scheduled_ns = s.first_scheduled_ns or self.now_ns
         self.admitted.append(s)
-        self._schedule(s, min(len(s.tokens) - s.num_computed, self.num_budget))
+        self.num_admitted_ever += 1
+        self._schedule(s, min(len(s.tokens) - s.num_computed, max_tokens))
 
     def _schedule(self, s: _Sequence, num_tokens: int) -> None:
         assert s.row is not None
@@ -469,7 +552,9 @@ class ReferenceScheduler:
         s.num_computed = s.num_prompt_computed = 0
         s.drafts = []
         self._release(s)
-        if not s.is_paused:
+        if s.is_paused:
+            s.num_admitted_before = self.num_admitted_ever
+        else:
             self.waiting.push(s, self.now_ns)
 
     def _release(self, s: _Sequence) -> None:
@@ -528,6 +613,7 @@ class ReferenceScheduler:
             updates.append(record)
             if drafts is not None and not s.is_paused and not s.finish_reason and not s.num_planned:
                 num_left = s.request.stopping.max_output_tokens - s.num_output
+                s.drafter = 0 if drafts.drafters is None else int(drafts.drafters[b])
                 s.drafts = drafts.token_ids[drafts.offsets[b] : drafts.offsets[b + 1]].tolist()[: num_left - 1]
             num_kept = record[2]
             update_token_ids += token_ids[start : start + num_kept]
@@ -643,7 +729,7 @@ class ReferenceScheduler:
     @property
     def has_work(self) -> bool:
         """A `schedule` would lead to a plan or an update."""
-        return bool(self.ended) or any(s.is_ready for s in self._active())
+        return bool(self.ended or self.waiting.members) or any(s.is_ready for s in self._active())
 
     @property
     def next_deadline_ns(self) -> int:

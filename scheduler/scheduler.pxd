@@ -12,6 +12,7 @@ from foreword.scheduler.row_table cimport RowTable
 from foreword.scheduler.sequence_table cimport Sequence, SequenceTable
 from foreword.scheduler.step_buffers cimport StepBuffers
 from foreword.scheduler.throughput cimport Throughput
+from foreword.scheduler.victims cimport Victims
 from foreword.scheduler.waiting_queue cimport WaitingQueue
 
 
@@ -32,11 +33,13 @@ cdef class Scheduler:
     cdef RowTable rows
     cdef BlockPool pool  # of the rows
     cdef WaitingQueue waiting  # entries without a row that may run and follow no other
+    cdef Victims victims  # of the rows
     cdef HeapForest deadlines  # entries that have a deadline
     cdef int first_deadline  # root of the deadlines
     cdef int num_waiting  # entries without a row, paused ones and followers too
     cdef int64_t num_waiting_tokens  # their prompt tokens
     cdef int num_paused  # paused entries that hold a row
+    cdef int64_t num_admitted_ever
 
     cdef Throughput throughput
     cdef tuple steps  # StepBuffers of the open plans and the next one
@@ -50,6 +53,7 @@ cdef class Scheduler:
     cdef int num_admitted
     cdef int* prefills  # [max_num_sequences] entries of sequences that have not computed what they knew at admission
     cdef int num_prefills
+    cdef int num_promised  # blocks that those lack who were admitted before the others were planned
     cdef int[MAX_OVERTAKEN] passed  # entries that did not fit in this step
     cdef int num_passed
     cdef bint is_overtaking_over  # in this step
@@ -61,20 +65,24 @@ cdef class Scheduler:
     cdef int num_ended
 
     cdef int schedule_all(self) except -1 nogil
-    cdef int64_t find_prefills(self) noexcept nogil
+    cdef void find_prefills(self) noexcept nogil
+    cdef int64_t num_prompt_tokens(self) noexcept nogil
+    cdef int num_tokens_left(self) noexcept nogil
+    cdef int num_reserved(self) noexcept nogil
+    cdef int preempt_for_waiting(self) except -1 nogil
+    cdef bint admit_over_others(self, int entry, bint is_overdue) except -1 nogil
     cdef int schedule_decodes(self) except -1 nogil
     cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil
     cdef int schedule_prompts(self) except -1 nogil
     cdef int schedule_prefill(self, int entry) except -1 nogil
     cdef int schedule_admissions(self, int above, int num_reserved) except -1 nogil
-    cdef int admit(self, int entry) except -1 nogil
+    cdef int admit(self, int entry, int max_tokens) except -1 nogil
     cdef int plan(self, int entry, int num_tokens) except -1 nogil
 
     cdef bint make_room(self, int entry) except -1 nogil
-    cdef int pick_victim(self, Sequence* s) noexcept nogil
     cdef int preempt_paused(self, Sequence* s) except -1 nogil
     cdef int preempt(self, int entry) except -1 nogil
-    cdef int release_row(self, Sequence* s) except -1 nogil
+    cdef int release_row(self, int entry) except -1 nogil
 
     cdef int* planned_in(self, int64_t step_id) noexcept nogil
     cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil

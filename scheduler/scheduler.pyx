@@ -50,6 +50,7 @@ cdef class Scheduler:
         )
         self.step = self.steps[0]
         self.waiting = WaitingQueue(self.table, config)
+        self.victims = Victims(self.rows, self.waiting)
         self.deadlines = HeapForest(self.table.capacity)
         self.first_deadline = EMPTY
         self.throughput = Throughput(config.max_num_batched_tokens)
@@ -77,7 +78,7 @@ cdef class Scheduler:
                 raise DuplicateRequest(f"request {output.request_key} is active", request_key=output.request_key)
         check_bounds(request, self.config)
         if request.deadline_ns:
-            num_tokens = self.rows.num_prefill_tokens
+            num_tokens = self.rows.num_prefill_tokens_of(request.priority)
             num_tokens += self.waiting.num_tokens_before(request.tenant, request.priority)
             check_deadline(request, self.now_ns, num_tokens, self.throughput.duration_of(num_tokens))
         check_queue(request, self.config, self.num_waiting, self.num_waiting_tokens, self.table.num_free)
@@ -111,10 +112,11 @@ cdef class Scheduler:
             s.is_paused = True
             if not s.num_planned:
                 s.num_draft = 0
-            if s.row < 0:
-                self.waiting.remove(entry)
-            else:
+            if s.row >= 0:
                 self.num_paused += 1
+            elif s.num_overtaken < MAX_OVERTAKEN:  # who may not be overtaken any more keeps its place
+                self.waiting.remove(entry)
+                s.num_admitted_before = self.num_admitted_ever
         return True
 
     def resume(self, request_key):
@@ -126,7 +128,10 @@ cdef class Scheduler:
             s.is_paused = False
             if s.row >= 0:
                 self.num_paused -= 1
-            elif s.leader < 0:
+            elif s.leader < 0 and not self.waiting.holds(entry):
+                s.num_overtaken = <int>min(
+                    <int64_t>MAX_OVERTAKEN, s.num_overtaken + self.num_admitted_ever - s.num_admitted_before
+                )
                 self.waiting.push(entry, self.now_ns)
         return True
 
@@ -139,7 +144,9 @@ cdef class Scheduler:
         cdef Sequence* s = &self.sequences[entry]
         self.num_waiting += 1
         self.num_waiting_tokens += s.num_prompt
-        if not s.is_paused and s.leader < 0:
+        if s.is_paused:
+            s.num_admitted_before = self.num_admitted_ever
+        elif s.leader < 0:
             self.waiting.push(entry, self.now_ns)
         return 0
 
@@ -186,7 +193,7 @@ cdef class Scheduler:
             self.num_waiting -= 1
             self.num_waiting_tokens -= s.num_prompt
         elif not s.num_planned:
-            self.release_row(s)
+            self.release_row(entry)
         return 0
 
     # Schedule
@@ -226,14 +233,16 @@ cdef class Scheduler:
     cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil:
         """Let the sequences of the open plan look as its result will leave them, the token that it draws unknown.
 
-        One whose drafts it checks, or that its result ends, is left out of the next plan.
+        Left out of the next plan is one whose drafts it checks, that its result ends, or that draws by its last token.
         """
         cdef int b, num_logits
         cdef Sequence* s
         for b in range(step.num_sequences):
             s = &self.sequences[planned[b]]
             num_logits = step.logits_offsets[b + 1] - step.logits_offsets[b]
-            s.is_awaited = num_logits > 1 or (num_logits == 1 and s.num_tokens + 1 == s.max_tokens)
+            s.is_awaited = num_logits > 1 or (
+                num_logits == 1 and (s.needs_last_token or s.num_tokens + 1 == s.max_tokens)
+            )
             if s.is_awaited or s.update.finish_reason:
                 continue
             s.num_ahead = step.query_offsets[b + 1] - step.query_offsets[b]
@@ -259,35 +268,101 @@ cdef class Scheduler:
     cdef int schedule_all(self) except -1 nogil:
         self.step.clear()
         self.is_starved = False
-        self.num_admitted = self.num_prefills = self.num_preempted = self.num_passed = 0
+        self.num_admitted = self.num_prefills = self.num_promised = self.num_preempted = self.num_passed = 0
         self.num_drafts_planned = self.num_drafts_dropped = 0
         self.is_overtaking_over = False
         while self.first_deadline != EMPTY and self.sequences[self.first_deadline].deadline_ns <= self.now_ns:
             self.end(self.first_deadline, DEADLINE)
         self.rows.compact()
-        cdef int64_t num_prompt_tokens = self.find_prefills()
-        if self.rows.num_free:
-            num_prompt_tokens += self.waiting.num_tokens()
-        self.draft_budget = <int>max(0, self.max_num_batched_tokens - self.rows.num_running - num_prompt_tokens)
+        self.find_prefills()
+        if self.waiting.size:
+            self.preempt_for_waiting()
+        self.draft_budget = <int>max(
+            0, self.num_tokens_left() - self.rows.num_running - self.num_prompt_tokens()
+        )
         self.schedule_decodes()
         self.schedule_prompts()
         self.rows.compact()
         return 0
 
-    cdef int64_t find_prefills(self) noexcept nogil:
-        """List the sequences that have not computed what they knew at admission; returns how much those can compute."""
+    cdef void find_prefills(self) noexcept nogil:
+        """List the sequences that have not computed what they knew at admission."""
         cdef int i
-        cdef int64_t num_tokens = 0
         cdef Sequence* s
         if self.rows.num_prefill_tokens == 0:
-            return 0
+            return
         for i in range(self.rows.num_running):
             s = &self.sequences[self.rows.running[i]]
             if s.num_computed < s.prefill_end:
                 self.prefills[self.num_prefills] = self.rows.running[i]
                 self.num_prefills += 1
-                num_tokens += s.prefill_end - s.num_computed if is_ready(s) else 0
+
+    cdef int64_t num_prompt_tokens(self) noexcept nogil:
+        """Tokens of prompts that could be computed next, if the budget allowed it."""
+        cdef int i
+        cdef int64_t num_tokens = self.waiting.num_tokens() if self.rows.num_free else 0
+        cdef Sequence* s
+        for i in range(self.num_prefills):
+            s = &self.sequences[self.prefills[i]]
+            if is_ready(s):
+                num_tokens += s.prefill_end - s.num_computed
         return num_tokens
+
+    cdef int num_tokens_left(self) noexcept nogil:
+        """Of the step's budget."""
+        return self.max_num_batched_tokens - self.step.num_tokens
+
+    cdef int num_reserved(self) noexcept nogil:
+        """Blocks that running sequences lack for what they knew when they were admitted."""
+        cdef int i, num_blocks = self.num_promised
+        for i in range(self.num_prefills):
+            if self.sequences[self.prefills[i]].row >= 0:
+                num_blocks += self.rows.num_promised_to(&self.sequences[self.prefills[i]])
+        return num_blocks
+
+    cdef int preempt_for_waiting(self) except -1 nogil:
+        """Admit what waits with a higher priority than running sequences in their place, before those are planned; and
+        for a tenant that has no row and whose priority has aged, one request in the place of the tenant with the most."""
+        cdef int entry, lowest
+        cdef bint is_overdue = False
+        while self.rows.num_running:
+            lowest = self.sequences[self.rows.running[self.rows.num_running - 1]].priority
+            if is_overdue:
+                entry = self.waiting.first_overdue(self.now_ns, lowest)
+            else:
+                entry = self.waiting.first(self.now_ns, lowest)
+            if entry >= 0 and self.admit_over_others(entry, is_overdue):
+                continue
+            if is_overdue:
+                break
+            is_overdue = True
+        return 0
+
+    cdef bint admit_over_others(self, int entry, bint is_overdue) except -1 nogil:
+        """Preempt as few as possible for a waiting sequence, and nobody unless it can be computed in this step."""
+        cdef Sequence* s = &self.sequences[entry]
+        cdef Sequence* p
+        cdef int i, num_tokens
+        if not self.victims.for_waiting(s, is_overdue, self.num_reserved(), self.num_open):
+            return False
+        num_tokens = self.num_tokens_left() - self.rows.num_running + self.victims.num_entries
+        for i in range(self.num_prefills):
+            p = &self.sequences[self.prefills[i]]
+            if is_ready(p) and is_before(p, s):
+                num_tokens -= p.prefill_end - p.num_computed
+        if self.victims.num_entries == 0 or num_tokens <= 0:
+            return False
+        if self.num_open:
+            self.is_starved = True
+            return False
+        for i in range(self.victims.num_entries):
+            self.preempt(self.victims.entries[i])
+        self.rows.compact()
+        self.rows.match(s)
+        self.waiting.remove(entry)
+        self.admit(entry, num_tokens)
+        self.num_promised += self.rows.num_promised_to(s)
+        return True
 
     cdef int schedule_decodes(self) except -1 nogil:
         """Plan one token for every decoding sequence, and its drafts where they cost no other sequence anything."""
@@ -319,15 +394,11 @@ cdef class Scheduler:
 
     cdef int schedule_prompts(self) except -1 nogil:
         """Plan prompt chunks of running sequences, and admit what waits: before a sequence all of higher priority."""
-        cdef int i, num_blocks, num_reserved = 0
+        cdef int i, num_blocks, num_reserved = self.num_reserved()
         cdef Sequence* s
         for i in range(self.num_prefills):
             s = &self.sequences[self.prefills[i]]
-            if s.row >= 0:
-                num_reserved += self.rows.num_blocks_for(s.prefill_end) - s.num_blocks
-        for i in range(self.num_prefills):
-            s = &self.sequences[self.prefills[i]]
-            if not is_ready(s):
+            if not is_ready(s) or s.num_planned > self.num_open:  # this step has preempted it and admitted it again
                 continue
             self.schedule_admissions(s.priority, num_reserved)
             num_blocks = s.num_blocks
@@ -346,7 +417,7 @@ cdef class Scheduler:
                 return 0
         num_tokens = min(
             s.num_tokens - s.num_computed,
-            self.max_num_batched_tokens - self.step.num_tokens,
+            self.num_tokens_left(),
             self.rows.num_tokens_in_reach(s) - s.num_computed,
         )
         if num_tokens > 0:
@@ -363,7 +434,7 @@ cdef class Scheduler:
         cdef Sequence* s
         if self.num_preempted:
             return 0
-        while self.step.num_tokens < self.max_num_batched_tokens and not self.is_overtaking_over:
+        while self.num_tokens_left() > 0 and not self.is_overtaking_over:
             entry = self.waiting.pop(self.now_ns, above)
             if entry < 0:
                 break
@@ -384,14 +455,14 @@ cdef class Scheduler:
                     self.rows.num_free == 0 or self.num_passed == MAX_OVERTAKEN or s.num_overtaken == MAX_OVERTAKEN
                 )
                 continue
-            self.admit(entry)
+            self.admit(entry, self.num_tokens_left())
             for i in range(self.num_passed):
                 self.sequences[self.passed[i]].num_overtaken += 1
                 if self.sequences[self.passed[i]].num_overtaken == MAX_OVERTAKEN:
                     self.is_overtaking_over = True
         return 0
 
-    cdef int admit(self, int entry) except -1 nogil:
+    cdef int admit(self, int entry, int max_tokens) except -1 nogil:
         cdef Sequence* s = &self.sequences[entry]
         self.num_waiting -= 1
         self.num_waiting_tokens -= s.num_prompt
@@ -403,9 +474,11 @@ cdef class Scheduler:
         if s.update.num_preemptions == 0:
             s.update.num_cached = s.num_computed
             self.waiting.charge(s.flow, s.num_prompt - s.num_computed)
+        self.num_paused += s.is_paused
         self.admitted[self.num_admitted] = entry
         self.num_admitted += 1
-        return self.plan(entry, min(s.num_tokens - s.num_computed, self.max_num_batched_tokens - self.step.num_tokens))
+        self.num_admitted_ever += 1
+        return self.plan(entry, min(s.num_tokens - s.num_computed, max_tokens))
 
     cdef int plan(self, int entry, int num_tokens) except -1 nogil:
         """Add a sequence to the plan with its next `num_tokens` tokens, drafts included."""
@@ -427,29 +500,11 @@ cdef class Scheduler:
             self.is_starved = True
             return False
         while self.pool.num_free == 0:
-            victim = self.pick_victim(&self.sequences[entry])
+            victim = self.victims.for_running(&self.sequences[entry])
             self.preempt(victim)
             if victim == entry:
                 return False
         return True
-
-    cdef int pick_victim(self, Sequence* s) noexcept nogil:
-        """The last paused sequence, else the last from `s` on that has a new token since its last preemption."""
-        cdef int i, with_progress = -1, without_progress = -1
-        cdef Sequence* victim
-        for i in range(self.rows.num_listed - 1, -1, -1):
-            victim = &self.sequences[self.rows.running[i]]
-            if victim.row < 0:
-                continue
-            if victim.is_paused:
-                return self.rows.running[i]
-            if is_before(victim, s):
-                continue
-            if victim.update.num_preemptions and victim.num_tokens == victim.prefill_end:
-                without_progress = max(without_progress, i)
-            else:
-                with_progress = max(with_progress, i)
-        return self.rows.running[with_progress if with_progress >= 0 else without_progress]
 
     cdef int preempt_paused(self, Sequence* s) except -1 nogil:
         """Preempt paused sequences from the end until `s` finds a row and blocks."""
@@ -468,14 +523,15 @@ cdef class Scheduler:
         s.update.num_prompt_computed = 0
         if s.num_tokens > s.prefill_end:
             s.num_overtaken = 0  # it was served; one that gained nothing lets nobody more pass
-        self.release_row(s)
+        self.release_row(entry)
         s.num_computed = s.num_draft = 0
         self.num_preempted += 1
         return self.wait(entry)
 
-    cdef int release_row(self, Sequence* s) except -1 nogil:
-        self.num_paused -= s.is_paused
-        return self.rows.release(s)
+    cdef int release_row(self, int entry) except -1 nogil:
+        self.num_paused -= self.sequences[entry].is_paused
+        self.waiting.release(entry)
+        return self.rows.release(&self.sequences[entry])
 
     # Apply
 
@@ -541,7 +597,7 @@ cdef class Scheduler:
         for i in range(self.num_ended):
             s = &self.sequences[self.ended[i]]
             if s.row >= 0 and s.num_planned == 0:
-                self.release_row(s)
+                self.release_row(self.ended[i])
         self.rows.compact()
         return 0
 
@@ -584,7 +640,7 @@ cdef class Scheduler:
         cdef Sequence* s
         self.rows.check_invariants()
         self.waiting.check_invariants()
-        num_waiting = num_waiting_tokens = num_schedulable = num_paused = num_deadlines = num_rows = 0
+        num_waiting = num_waiting_tokens = num_paused = num_deadlines = num_rows = 0
         assert len(self.table.entries) + self.table.num_free == self.table.capacity, "an entry is lost"
         for entry in self.table.entries.values():
             s = &self.sequences[entry]
@@ -604,10 +660,13 @@ cdef class Scheduler:
                 assert s.num_blocks == 0, "a waiting sequence holds blocks"
                 num_waiting += 1
                 num_waiting_tokens += s.num_prompt
-                num_schedulable += not s.is_paused and s.leader < 0
+                if self.waiting.holds(entry):
+                    assert s.leader < 0, "an output waits beside its leader"
+                    assert not s.is_paused or s.num_overtaken == MAX_OVERTAKEN, "a paused sequence waits for a row"
+                else:
+                    assert s.is_paused or s.leader >= 0, "the waiting queue has lost a request"
         assert num_rows == self.rows.num_running, "a row is lost"
         assert num_paused == self.num_paused, "num_paused is wrong"
         assert num_waiting == self.num_waiting, "num_waiting is wrong"
         assert num_waiting_tokens == self.num_waiting_tokens, "num_waiting_tokens is wrong"
-        assert num_schedulable == self.waiting.size, "the waiting queue has lost or kept a request"
         assert num_deadlines == self.deadlines.size, "the deadlines have lost or kept a request"

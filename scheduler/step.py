@@ -142,10 +142,13 @@ class Drafts:
         offsets: `[B + 1]` drafts of sequence b are `offsets[b]:offsets[b + 1]`; only a sequence that has tokens in the
             same result can have drafts, which follow the last of them.
         token_ids: `[D]`.
+        drafters: `[B]` who proposed each sequence's drafts, as an index of the device's drafters; None for
+            0 everywhere.
     """
 
     offsets: Int32Array
     token_ids: Int32Array
+    drafters: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,7 @@ SEQUENCE_UPDATE = np.dtype(
         ("num_recomputed", np.int32),  # tokens computed again after preemptions, so far
         ("step_kind", np.int16),  # StepKind
         ("finish_reason", np.int16),  # FinishReason
+        ("drafter", np.int16),  # of the draft tokens checked in this step, as in `Drafts.drafters`; 0 without any
     ],
     align=True,
 )

@@ -101,7 +101,10 @@ class ServerConfig:
     )
 
     speculation: str = _setting(
-        "speculation", Choice("auto", "off", "ngram"), "auto", "auto drafts where it pays, ngram always, off never"
+        "speculation",
+        Choice("auto", "off", "ngram", "suffix", "hybrid"),
+        "auto",
+        "auto drafts where it pays, off never, a drafter always",
     )
     max_draft_tokens: int = _setting(
         "speculation", Integer(1, 16), 6, "drafts of a sequence that a step checks at most"

@@ -1,6 +1,6 @@
 # distutils: extra_compile_args = -fopenmp -Wno-psabi
 # distutils: extra_link_args = -fopenmp
-# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_attention.h gpu/backends/cpu_attention_kernel.h gpu/backends/cpu_int8.h gpu/backends/cpu_kernels.h gpu/backends/cpu_sampling.h
+# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_attention.h gpu/backends/cpu_attention_kernel.h gpu/backends/cpu_int8.h gpu/backends/cpu_kernels.h gpu/backends/cpu_sampling.h gpu/backends/cpu_scores.h gpu/backends/cpu_truncation.h
 # distutils: sources = gpu/backends/cpu_attention_avx512.c gpu/backends/cpu_attention_avx2.c gpu/backends/cpu_attention_plain.c
 """Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
 
@@ -50,6 +50,11 @@ cdef extern from "cpu_kernels.h" nogil:
                                                  const paged_cache *cache, int64_t slot, int64_t num_heads, int bf16)
 
 
+cdef extern from "cpu_scores.h" nogil:
+    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
+
+
 cdef extern from "cpu_sampling.h" nogil:
     enum:
         NOISE_IDS
@@ -79,9 +84,9 @@ cdef extern from "cpu_sampling.h" nogil:
         const int32_t *masked_ids
         int64_t masked_width
         const int32_t *num_masked
+        const uint8_t *by_rejection
+        const int32_t *draft_ids
         const uint8_t *want_logprob
-    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
-                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
 
@@ -236,6 +241,8 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     cdef const int32_t[::1] mask_index = params.masks.index
     cdef const int32_t[:, ::1] masked_ids = params.masked_ids
     cdef const int32_t[::1] num_masked = params.num_masked
+    cdef const uint8_t[::1] by_rejection = params.by_rejection
+    cdef const int32_t[::1] draft_ids = params.draft_ids
     cdef const uint8_t[::1] want_logprob = params.want_logprob
     cdef int32_t[::1] token_ids = samples.token_ids
     cdef float[::1] logprobs = samples.logprobs
@@ -270,6 +277,8 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     batch.masked_ids = &masked_ids[0, 0]
     batch.masked_width = masked_ids.shape[1]
     batch.num_masked = &num_masked[0]
+    batch.by_rejection = &by_rejection[0]
+    batch.draft_ids = &draft_ids[0]
     batch.want_logprob = &want_logprob[0]
     for i in prange(rows, nogil=True, schedule="dynamic", num_threads=team(rows * vocab, num_threads)):
         failed[i] = not sample_token(<const void *>logits, vocab, &batch, i,

@@ -295,7 +295,7 @@ class CudaBackend(Backend[torch.Tensor]):
         )
         drawing = (
             *(processed_index, params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p),
-            *(params.seed, params.position, params.want_logprob),
+            *(params.seed, params.position, params.by_rejection, params.draft_ids, params.want_logprob),
         )
         uploaded = self._sampling_inputs.upload(*processing, *drawing, *others)
         inputs = uploaded[: len(processing) + len(drawing)]

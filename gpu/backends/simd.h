@@ -38,6 +38,7 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef float eight_floats __attribute__((vector_size(32)));
+typedef double doubles __attribute__((vector_size(LANES * 8)));
 
 #if LANES == 16
 static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -54,6 +55,12 @@ INLINE floats choose(ints condition, floats yes, floats no) {
 }
 
 INLINE floats max_of(floats a, floats b) { return choose(a > b, a, b); }
+
+INLINE int any(ints condition) {
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= condition[i];
+    return found != 0;
+}
 
 INLINE float lane_max(floats v) {
     float best = v[0];

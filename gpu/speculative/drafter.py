@@ -18,11 +18,13 @@ class Proposals:
         token_ids: int32 `[D]`, all in the vocabulary.
         confidences: int32 `[B]` how much the drafter has to go by, from 1 to its `max_confidence`; rows of equal
             confidence are accepted about equally often. 0 for a row without a proposal.
+        drafters: int32 `[B]` who proposed, as an index of the drafter's `names`; None for the only one.
     """
 
     offsets: Int32Array
     token_ids: Int32Array
     confidences: Int32Array
+    drafters: Int32Array | None = None
 
 
 class Drafter(Protocol):
@@ -30,14 +32,16 @@ class Drafter(Protocol):
 
     Attributes:
         name: that requests and operators use.
+        names: of the drafters that it chooses among; its own alone if it does not choose.
         max_confidence: greatest confidence of a proposal.
     """
 
     name: str
+    names: tuple[str, ...]
     max_confidence: int
 
-    def admit(self, row: int, request: Request) -> None:
-        """Forget what a row held; it (re)starts with the prompt of a request."""
+    def admit(self, row: int, request: Request, output_token_ids: Int32Array) -> None:
+        """Forget what a row held; it (re)starts with the prompt of a request and the output so far."""
 
     def observe(
         self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array, starts: Int32Array, ends: Int32Array

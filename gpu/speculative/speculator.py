@@ -20,6 +20,7 @@ class Speculator:
 
     Attributes:
         drafter_name: of its drafter.
+        drafter_names: of the drafters that it chooses among, or of its drafter alone.
         state: whether it proposes, and why not.
     """
 
@@ -42,6 +43,7 @@ class Speculator:
             vocab_size: token ids are below it.
         """
         self.drafter_name = drafter.name
+        self.drafter_names = drafter.names
         self._drafter: Drafter | None = drafter
         self._controller = controller
         self._max_draft_tokens = max_draft_tokens
@@ -73,6 +75,10 @@ class Speculator:
             self.state = DraftState.DRAFTER_FAILED
             return None
 
+    def disown(self, rows: Int32Array) -> None:
+        """Take the news that others' drafts are checked in some rows, which say nothing about the drafter."""
+        self._confidences[rows] = 0
+
     def _follow(
         self,
         drafter: Drafter,
@@ -81,8 +87,9 @@ class Speculator:
         token_ids: Int32Array,
         model_duration_ns: int,
     ) -> Drafts | None:
-        for row, request in plan.admitted:
-            self._admit(drafter, row, request)
+        for a, (row, request) in enumerate(plan.admitted):
+            output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
+            self._admit(drafter, row, request, plan.output_token_ids[output])
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
@@ -111,8 +118,8 @@ class Speculator:
             self.state = self._controller.state
         return _cut(proposals, lengths, decoding) if lengths.any() else None
 
-    def _admit(self, drafter: Drafter, row: int, request: Request) -> None:
-        drafter.admit(row, request)
+    def _admit(self, drafter: Drafter, row: int, request: Request, output_token_ids: Int32Array) -> None:
+        drafter.admit(row, request, output_token_ids)
         self._row_limits[row] = min(request.max_draft_tokens, self._max_draft_tokens)
         self._ends[row] = len(request.prompt_token_ids) + request.stopping.max_output_tokens
         self._confidences[row] = 0
@@ -142,4 +149,8 @@ def _cut(proposals: Proposals, lengths: IntArray, decoding: np.typing.NDArray[np
     token_ids = proposals.token_ids[starts + np.arange(len(starts))]
     counts = np.zeros(len(decoding), np.int64)
     counts[decoding] = lengths
-    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), token_ids)
+    drafters = None
+    if proposals.drafters is not None:
+        drafters = np.zeros(len(decoding), np.int32)
+        drafters[decoding] = proposals.drafters
+    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), token_ids, drafters)

@@ -84,6 +84,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         block_size=config.block_size,
         num_blocks=num_blocks,
         drafter="" if runner.speculator is None else runner.speculator.drafter_name,
+        drafters=("",) if runner.speculator is None else runner.speculator.drafter_names,
         max_draft_tokens=0 if runner.speculator is None else config.max_draft_tokens,
         load_duration_s=(time.monotonic_ns() - start_ns) / 1e9,
     )

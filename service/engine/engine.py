@@ -15,7 +15,7 @@ from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult, StepUpdate
-from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
+from foreword.service.engine.messages import DraftCounts, EngineInfo, StepHeader, StepReport
 
 
 class Runner(Protocol):
@@ -124,10 +124,11 @@ class Engine:
         """
         report = None
         while report is None:
+            is_idle = not self._open
             while self._scheduler.can_schedule and self._is_worth_a_plan:
                 self._begin_step()
             report = self._finish_step(self._open.popleft())
-            if not self._open:
+            if is_idle and not self._open:  # an empty plan behind another one only means that all wait for a result
                 break
         return report
 
@@ -177,6 +178,7 @@ class Engine:
             num_output_tokens=len(update.token_ids),
             num_preempted=plan.num_preempted,
             num_finished=int(np.count_nonzero(update.sequences["finish_reason"])),
+            drafts=_count_drafts(update.sequences),
         )
         self._draft_state = header.draft_state
         scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
@@ -222,3 +224,12 @@ class Engine:
         if plan is None:
             return StepFault(0, [], cause)
         return StepFault(plan.step_id, self._request_keys[plan.rows].tolist(), cause)
+
+
+def _count_drafts(sequences: npt.NDArray[np.void]) -> tuple[DraftCounts, ...]:
+    checked = sequences[sequences["num_drafted"] > 0]
+    return tuple(
+        DraftCounts(drafter, int(own["num_drafted"].sum()), int(own["num_accepted"].sum()))
+        for drafter in np.unique(checked["drafter"]).tolist()
+        for own in [checked[checked["drafter"] == drafter]]
+    )

@@ -60,6 +60,7 @@ class EngineInfo:
         num_blocks: blocks of the KV cache.
         load_duration_s: from start of the process to ready.
         drafter: name of the drafter; empty when speculation is off.
+        drafters: names of those that it chooses among, or its own; `SEQUENCE_UPDATE` refers to them by index.
         max_draft_tokens: drafts of a sequence that a step checks at most.
     """
 
@@ -76,7 +77,13 @@ class EngineInfo:
     num_blocks: int
     load_duration_s: float
     drafter: str = ""
+    drafters: tuple[str, ...] = ("",)
     max_draft_tokens: int = 0
+
+    @property
+    def available_drafters(self) -> tuple[str, ...]:
+        """Names that a request may give."""
+        return tuple(dict.fromkeys((self.drafter, *self.drafters))) if self.drafter else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,21 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Drafts of one drafter that a step checked.
+
+    Attributes:
+        drafter: index in `EngineInfo.drafters`.
+        num_drafted: draft tokens checked.
+        num_accepted: of those, accepted and kept.
+    """
+
+    drafter: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepHeader:
     """Facts about one step, the same for all of its sequences.
 
@@ -192,6 +214,7 @@ class StepHeader:
         num_output_tokens: tokens that came out.
         num_preempted: sequences that lost their blocks to others.
         num_finished: sequences that ended.
+        drafts: the drafts checked, of each drafter that has any.
     """
 
     step_id: int
@@ -211,6 +234,7 @@ class StepHeader:
     num_output_tokens: int = 0
     num_preempted: int = 0
     num_finished: int = 0
+    drafts: tuple[DraftCounts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

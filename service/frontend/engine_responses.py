@@ -40,12 +40,12 @@ def engine_message(info: EngineInfo, model: str) -> engine_pb2.EngineInfo:
     )
 
 
-def step_message(header: StepHeader, token_budget: int) -> engine_pb2.Step:
+def step_message(header: StepHeader, info: EngineInfo) -> engine_pb2.Step:
     """Facts about a step as a message.
 
     Args:
         header: of the step.
-        token_budget: tokens that a step of the engine may compute.
+        info: of its engine.
     """
     return engine_pb2.Step(
         step_id=header.step_id,
@@ -58,13 +58,21 @@ def step_message(header: StepHeader, token_budget: int) -> engine_pb2.Step:
         prefill_sequence_count=header.num_prefill_sequences,
         token_count=header.num_tokens,
         prefill_token_count=header.num_prefill_tokens,
-        token_budget=token_budget,
+        token_budget=info.max_num_batched_tokens,
         draft_token_count=header.num_drafted,
         accepted_draft_token_count=header.num_accepted,
         output_token_count=header.num_output_tokens,
         preempted_sequence_count=header.num_preempted,
         finished_sequence_count=header.num_finished,
         load=load_message(header.load),
+        drafts=[
+            engine_pb2.DraftCounts(
+                drafter=info.drafters[counts.drafter],
+                draft_token_count=counts.num_drafted,
+                accepted_draft_token_count=counts.num_accepted,
+            )
+            for counts in header.drafts
+        ],
     )
 
 

@@ -90,7 +90,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 headers, num_dropped = watcher.take()
                 info = self._frontend.engine.info
                 assert info is not None, "there was a step"
-                steps = [step_message(header, info.max_num_batched_tokens) for header in headers]
+                steps = [step_message(header, info) for header in headers]
                 await context.write(engine_service_pb2.WatchStepsResponse(steps=steps, dropped_step_count=num_dropped))
 
     async def ListGenerations(

@@ -123,13 +123,13 @@ class Metrics(Collector):
             self._totals["prefix cache hit tokens"] += counts.num_cached
 
     def _count_drafts(self, generation: Generation) -> None:
-        drafter = generation.settings.drafter
-        for lengths, totals in ((generation.draft_lengths, self._drafted), (generation.acceptance, self._accepted)):
-            num_verifications = sum(lengths)
-            for position, count in enumerate(accumulate(lengths[:-1])):
-                totals[drafter, position] += num_verifications - count
-        if generation.draft_lengths:
-            self._verifications[drafter] += sum(generation.draft_lengths)
+        for (drafter, num_drafted, num_accepted), count in generation.verifications.items():
+            name = generation.settings.drafters[drafter]
+            self._verifications[name] += count
+            for position in range(num_drafted):
+                self._drafted[name, position] += count
+            for position in range(num_accepted):
+                self._accepted[name, position] += count
 
     def _count_times(self, timeline: Timeline, now_ns: int) -> None:
         if timeline.tokenize_ns is not None and timeline.schedule_ns is not None:

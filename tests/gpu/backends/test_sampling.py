@@ -37,6 +37,8 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "presence_penalty": 0.0,
         "seed": 0,
         "position": 0,
+        "by_rejection": False,
+        "draft_ids": -1,
         "want_logprob": True,
     } | changes
     masks = values.pop("masks", TokenMasks(np.zeros((0, 1), np.uint32), np.full(rows, -1, np.int32)))
@@ -56,6 +58,8 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "presence_penalty": np.float32,
         "seed": np.uint64,
         "position": np.int64,
+        "by_rejection": np.bool_,
+        "draft_ids": np.int32,
         "want_logprob": np.bool_,
     }
     arrays = {name: np.broadcast_to(values[name], rows).astype(dtype) for name, dtype in dtypes.items()}

@@ -1,13 +1,14 @@
-"""The kernels that work on rows, in three orders of threads, with poisoned memory."""
+"""The kernels that work on rows, of every element type in three orders of threads, with poisoned memory."""
 
 from __future__ import annotations
 
 import pytest
 import row_case
 
-from foreword.gpu.kernels.table import FOLDER
+from foreword.gpu.kernels.table import FOLDER, TYPES
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_values(order: int) -> None:
-    row_case.check(FOLDER, order)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values(dtype: str, order: int) -> None:
+    row_case.check(FOLDER, order, dtype)

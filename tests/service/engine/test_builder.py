@@ -107,7 +107,7 @@ def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
     assert progress[-1][1] == progress[-1][2] > 100
     assert engine.info.vocab_size == 49152
     assert engine.info.max_model_len == 8192
-    assert (engine.info.drafter, engine.info.max_draft_tokens) == ("ngram", 6)
+    assert (engine.info.drafter, engine.info.max_draft_tokens) == ("suffix", 6)
     off = dataclasses.replace(config, speculation="off")
     assert build_engine(off, ignore).info.drafter == ""
 

@@ -214,6 +214,14 @@ def test_the_next_step_is_begun_before_a_result_is_waited_for() -> None:
     assert (load.num_running, load.num_free_blocks) == (0, load.num_blocks)
 
 
+def test_sequences_that_wait_for_each_result_are_stepped_without_a_pause() -> None:
+    engine, sink = looking_ahead(LateRunner()), RecordingSink()
+    engine.submit(make_request(1, max_output_tokens=9, grammar="x"))
+    run(engine, {1: sink})
+    assert sink.finish_reason is FinishReason.LENGTH
+    assert engine.step() is None
+
+
 def test_paused_sequences_do_not_keep_an_engine_that_looks_ahead_busy() -> None:
     engine, sink = looking_ahead(LateRunner()), RecordingSink()
     engine.submit(make_request(1, max_output_tokens=9))
