@@ -1,6 +1,6 @@
 # distutils: extra_compile_args = -fopenmp -Wno-psabi
 # distutils: extra_link_args = -fopenmp
-# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_attention.h gpu/backends/cpu_attention_kernel.h gpu/backends/cpu_int8.h gpu/backends/cpu_kernels.h gpu/backends/cpu_sampling.h
+# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_attention.h gpu/backends/cpu_attention_kernel.h gpu/backends/cpu_int8.h gpu/backends/cpu_kernels.h gpu/backends/cpu_sampling.h gpu/backends/cpu_scores.h gpu/backends/cpu_truncation.h
 # distutils: sources = gpu/backends/cpu_attention_avx512.c gpu/backends/cpu_attention_avx2.c gpu/backends/cpu_attention_plain.c
 """Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
 
