@@ -13,7 +13,7 @@ those of earlier runs too, it writes `README.md` and `peers.svg` there.
     ttft_ms_p50, _p99  from when a request is due to its first token
     mb                 memory-engine: resident memory of the largest process of a system; memory-total: of all, where
                        pages that two of them share count twice
-    others_cpu         (rounds only) part of the machine's processors that went to anything but the system; the table
+    others_cpu         (results.jsonl only) part of the processors that went to anything but the system; the table
                        leaves out rounds of a case and system in which it is above 5 %
     s                  start: from the start of the process until it serves, with warm file caches
 """
