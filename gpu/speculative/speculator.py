@@ -52,6 +52,7 @@ class Speculator:
         self.drafter_name = drafter.name
         self.drafter_names = drafter.names
         self._drafter: Drafter | None = drafter
+        self._plan_drafter = drafter if isinstance(drafter, PlanDrafter) else None
         self._controller = controller
         self.cost = None if controller is None else controller.cost
         self.forecast = StepForecast()
@@ -103,8 +104,8 @@ class Speculator:
         for a, (row, request) in enumerate(plan.admitted):
             output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
             self._admit(drafter, row, request, plan.output_token_ids[output])
-        if isinstance(drafter, PlanDrafter):
-            drafter.see(plan)
+        if self._plan_drafter:
+            self._plan_drafter.see(plan)
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
@@ -119,6 +120,9 @@ class Speculator:
             first_ids = token_ids[token_offsets[:-1][decoding]]
             self._learn(self._controller, plan.rows[decoding], num_drafted[decoding], num_new[decoding] - 1, first_ids)
         rows = plan.rows[decoding]
+        if self._controller and not self._controller.looks(len(rows)):
+            self._confidences[rows] = 0
+            return None
         num_left = self._ends[rows] - num_known[decoding] - num_new[decoding]
         limits = np.clip(num_left - 1, 0, self._row_limits[rows]).astype(np.int32)
         proposals = drafter.propose(rows, limits)

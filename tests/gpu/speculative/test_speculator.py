@@ -33,6 +33,10 @@ class RecordingController(DraftController):
         super().__init__(8, 64, 5)
         self.lessons: list[tuple[int, int, int, int]] = []
         self.waits: list[bool] = []
+        self.rests = False
+
+    def looks(self, num_rows: int) -> bool:
+        return not self.rests
 
     def learn(self, rows: Any, confidences: Any, trials: Any, successes: Any) -> None:
         self.lessons += zip(rows.tolist(), confidences.tolist(), trials.tolist(), successes.tolist(), strict=True)
@@ -104,6 +108,23 @@ def test_checked_and_unchecked_drafts_teach(
     plan = writer.plan([(0, [2, 1, 2, 1, 2], 5), (1, [2], 1)])
     speculator.follow(plan, int32(0, 3, 4), int32(1, 2, 50, 1), 1000)
     assert controller.lessons == [(0, 2, 3, 2), (1, 2, 1, 1)]
+
+
+def test_nothing_is_proposed_nor_judged_while_the_controller_rests(
+    speculator: Speculator,
+    controller: RecordingController,
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+) -> None:
+    writer, prompt = plan_writer(), [1, 2, 1]
+    speculator.follow(writer.plan([(0, prompt, 1)], [(0, new_request(prompt))]), int32(0, 1), int32(2), 1000)
+    controller.rests = True
+    for last, token_id in ((2, 50), (50, 51), (51, 50)):
+        assert speculator.follow(writer.plan([(0, [last], 1)]), int32(0, 1), int32(token_id), 1000) is None
+        assert controller.lessons == [(0, 2, 1, 0)]  # of the last proposal before
+    controller.rests = False
+    drafts = speculator.follow(writer.plan([(0, [50], 1)]), int32(0, 1), int32(51), 1000)
+    assert rows_of(drafts) == [[50, 51, 50, 51]]  # what came meanwhile is known
 
 
 def test_only_steps_of_decoding_alone_tell_what_a_step_costs(
