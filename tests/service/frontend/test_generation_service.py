@@ -23,7 +23,6 @@ from foreword.scheduler.request import SamplingParams
 from foreword.scheduler.step import FinishReason
 from foreword.service.config import ServerConfig
 from foreword.service.tenants import cache_scope
-from foreword.service.text.constraint import Constraint
 from foreword.service.text.processor import TextProcessor
 from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, stopping_pb2, timing_pb2, tokens_pb2
 from foreword.v1.generation_service_pb2 import (
@@ -34,17 +33,8 @@ from foreword.v1.generation_service_pb2 import (
 )
 from foreword.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from .conftest import EOS, Harness
-from .rpc import failure_of, read_events, streamed, text_of, unary
-
-
-async def complete(harness: Harness, call: Any, *steps: str, finish: FinishReason = FinishReason.LENGTH) -> Any:
-    """Let the engine answer with these steps; return the response of a unary call."""
-    [sequence] = await harness.engine.arrival()
-    for gained in steps[:-1]:
-        harness.engine.step({sequence: gained})
-    harness.engine.step({sequence: steps[-1]}, finish)
-    return await call
+from .conftest import Harness
+from .rpc import complete, failure_of, read_events, streamed, text_of, unary
 
 
 async def test_stream_tells_start_deltas_and_finish(harness: Harness) -> None:
@@ -395,68 +385,6 @@ async def test_garbage_is_a_malformed_request(harness: Harness) -> None:
     assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
 
 
-@pytest.mark.parametrize(("include_stop", "text"), [(False, "one "), (True, "one two")])
-async def test_stop_string_ends_the_generation(harness: Harness, include_stop: bool, text: str) -> None:
-    stopping = {"stop_strings": ["two"], "include_stop": include_stop}
-    call = harness.generation.GenerateText(unary(stopping=stopping))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: "one t"})
-    harness.engine.step({sequence: "wo three"})
-    response = await call
-    output = response.outputs[0]
-    assert (output.content.text, bytes(output.content.token_ids)) == (text, text.encode())
-    assert output.finished.finish_reason == stopping_pb2.FINISH_REASON_STOP_STRING
-    assert output.finished.stop_string == "two"
-    assert response.finished.usage.output_token_count == len(text)
-    assert harness.engine.forgotten == [sequence.request.request_key]
-
-
-async def test_text_that_may_become_a_stop_string_is_held(harness: Harness) -> None:
-    call = harness.generation.StreamGenerateText(streamed(stopping={"stop_strings": ["END"]}))
-    [sequence] = await harness.engine.arrival()
-    await call.read()
-    harness.engine.step({sequence: "a E"})
-    delta = (await call.read()).events[0].output_delta
-    assert (delta.text, bytes(delta.token_ids)) == ("a ", b"a ")
-    harness.engine.step({sequence: "x"}, FinishReason.LENGTH)
-    assert text_of(list((await call.read()).events)) == "Ex"
-    assert await call.read() is grpc.aio.EOF
-
-
-async def test_stop_string_before_eos_in_one_step_wins(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(stopping={"stop_strings": ["b"]}))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: [*b"abc", EOS]}, FinishReason.EOS)
-    output = (await call).outputs[0]
-    assert (output.content.text, output.finished.finish_reason) == ("a", stopping_pb2.FINISH_REASON_STOP_STRING)
-
-
-@pytest.mark.parametrize("include_stop", [False, True])
-async def test_eos_is_part_of_the_output_only_when_asked_for(harness: Harness, include_stop: bool) -> None:
-    call = harness.generation.GenerateText(unary(stopping={"include_stop": include_stop}))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: "ab"})
-    harness.engine.step({sequence: [EOS]}, FinishReason.EOS)
-    response = await call
-    output = response.outputs[0]
-    assert output.content.text == "ab"
-    assert list(output.content.token_ids) == [97, 98, *([EOS] if include_stop else [])]
-    assert (output.finished.finish_reason, output.finished.stop_token_id) == (stopping_pb2.FINISH_REASON_EOS, EOS)
-    assert response.finished.usage.output_token_count == 2 + include_stop
-
-
-async def test_stop_token_drawn_first_leaves_an_empty_output(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(stopping={"stop_token_ids": [120]}, output={"logprobs": True}))
-    [sequence] = await harness.engine.arrival()
-    assert sequence.request.stopping.stop_token_ids == (120,)
-    harness.engine.step({sequence: "x"}, FinishReason.STOP_TOKEN)
-    response = await call
-    assert response.outputs[0].finished.stop_token_id == 120
-    assert list(response.outputs[0].content.token_ids) == []
-    assert not response.finished.timing.HasField("first_token_duration_micros")
-    assert response.finished.usage.output_token_count == 0
-
-
 async def test_optional_arrays(harness: Harness) -> None:
     fields = {"logprobs": True, "return_token_bytes": True}
     content = (
@@ -726,75 +654,6 @@ async def test_unexpected_exceptions_are_redacted(
     assert failure.details["ErrorInfo"].metadata["request_id"] == "r1"
 
 
-def check_identity(timing: timing_pb2.GenerationTiming) -> None:
-    parts = (
-        timing.tokenize_duration_micros
-        + timing.constraint_compile_duration_micros
-        + timing.queue_duration_micros
-        + timing.prefill_duration_micros
-        + timing.delivery_duration_micros
-    )
-    assert timing.first_token_duration_micros == parts > 0
-
-
-async def test_first_token_duration_is_the_sum_of_its_parts(harness: Harness) -> None:
-    response = await complete(harness, harness.generation.GenerateText(unary()), "", "", "a", "b", "c")
-    timing = response.finished.timing
-    check_identity(timing)
-    assert timing.total_duration_micros >= timing.first_token_duration_micros + timing.decode_duration_micros
-    assert (timing.step_count, timing.device) == (5, "cpu")
-    assert timing.inter_token_latency.max_micros >= timing.inter_token_latency.p50_micros > 0
-
-    call = harness.generation.StreamGenerateText(streamed())
-    [sequence] = await harness.engine.arrival()
-    await call.read()
-    harness.engine.step({sequence: "a"})
-    await call.read()
-    harness.engine.step({sequence: "bcd"}, FinishReason.LENGTH)
-    events = await read_events(call)
-    timing = events[-1].finished.timing
-    check_identity(timing)
-    assert timing.total_duration_micros >= timing.first_token_duration_micros + timing.decode_duration_micros
-    latency = events[-2].output_finished.timing.inter_token_latency
-    assert (latency.p50_micros, latency.p99_micros) == (0, latency.max_micros)
-    trailers = dict(await call.trailing_metadata())
-    assert int(trailers["foreword-ttft-us"]) == events[-1].finished.timing.first_token_duration_micros
-
-
-async def test_timing_levels(harness: Harness) -> None:
-    none = await complete(harness, harness.generation.GenerateText(unary(output={"timing_level": 1})), "a")
-    assert not none.finished.HasField("timing")
-    assert not none.outputs[0].finished.HasField("timing")
-    assert not none.outputs[0].content.step_timings
-
-    call = harness.generation.StreamGenerateText(streamed(output={"timing_level": 3}))
-    [sequence] = await harness.engine.arrival()
-    await call.read()
-    harness.engine.step({sequence: [ord("a"), 0xC3]}, num_drafted=3, num_accepted=1)
-    first = (await call.read()).events[0].output_delta
-    harness.engine.step({sequence: [0xA9, ord("b")]}, FinishReason.LENGTH)
-    second, _, last = (await call.read()).events
-    second = second.output_delta
-    assert await call.read() is grpc.aio.EOF
-    assert [(step.step_id, step.token_count) for step in first.step_timings] == [(2, 1)]
-    assert [(step.step_id, step.token_count) for step in second.step_timings] == [(2, 1), (3, 2)]
-    step = first.step_timings[0]
-    assert (step.step_kind, step.draft_token_count, step.accepted_draft_token_count) == (
-        timing_pb2.STEP_KIND_PREFILL,
-        3,
-        1,
-    )
-    assert (step.step_duration_micros, step.verify_duration_micros) == (2000, 1500)
-    assert step.emit_offset_micros >= step.sample_offset_micros > 0
-    timing = last.finished.timing
-    known = timing.tokenize_duration_micros + timing.queue_duration_micros + timing.prefill_duration_micros
-    assert known == step.sample_offset_micros
-    assert list(timing.acceptance_histogram) == [0, 1]
-    assert (last.finished.usage.draft_token_count, last.finished.usage.accepted_draft_token_count) == (3, 1)
-    assert (step.hold_duration_micros, second.step_timings[0].hold_duration_micros > 0) == (0, True)
-    assert second.step_timings[1].hold_duration_micros == 0
-
-
 async def fill(harness: Harness, sequence: Any) -> int:
     """Generate for a client that does not read until the front end pauses the sequence."""
     sent = 0
@@ -911,60 +770,3 @@ async def test_many_generations_leave_nothing(harness: Harness) -> None:
             FinishReason.LENGTH if round_index == 2 else FinishReason.NONE,
         )
     assert await asyncio.gather(*calls) == [f"{index}" * 3 for index in range(64)]
-
-
-async def test_a_constraint_reaches_the_engine_as_a_grammar_and_its_end_is_told(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(constraint={"choices": {"choices": ["yes", "no"]}}))
-    [sequence] = await harness.engine.arrival()
-    assert sequence.request.grammar == "start: /yes|no/"
-    harness.engine.step({sequence: ""})
-    harness.engine.step({sequence: "no"}, FinishReason.CONSTRAINT_COMPLETE)
-    response = await call
-    [output] = response.outputs
-    assert output.content.text == "no"
-    assert output.finished.finish_reason == stopping_pb2.FINISH_REASON_CONSTRAINT_COMPLETE
-    assert response.finished.timing.constraint_compile_duration_micros > 0
-    check_identity(response.finished.timing)
-
-
-async def test_a_constraint_that_gets_stuck_is_named(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(constraint={"regex": "a{3}"}))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: "aa"})
-    harness.engine.step({sequence: ""}, FinishReason.CONSTRAINT_STUCK)
-    failure = await failure_of(call)
-    assert failure.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert failure.fields == ["constraint.regex"]
-    assert "after 2 tokens" in failure.message
-
-
-@pytest.fixture
-def compilation(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set when a constraint is being compiled, which never ends."""
-    begun = asyncio.Event()
-
-    async def compile_constraint(_: object, constraint: Constraint, tenant: str) -> str:
-        begun.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    monkeypatch.setattr(TextProcessor, "compile_constraint", compile_constraint)
-    return begun
-
-
-async def test_a_cancel_does_not_wait_for_a_compilation(harness: Harness, compilation: asyncio.Event) -> None:
-    call = harness.generation.StreamGenerateText(streamed(request_id="r1", constraint={"regex": "a{3}"}))
-    await compilation.wait()
-    await harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r1"))
-    events = await asyncio.wait_for(read_events(call), 5)
-    assert [event.WhichOneof("event") for event in events] == ["started", "output_finished", "finished"]
-    assert events[1].output_finished.finish_reason == stopping_pb2.FINISH_REASON_CANCELLED
-    assert harness.engine.submitted == []
-
-
-async def test_the_time_limit_holds_during_a_compilation(harness: Harness, compilation: asyncio.Event) -> None:
-    stopping = {"max_generation_duration": Duration(nanos=100_000_000)}
-    call = harness.generation.GenerateText(unary(stopping=stopping, constraint={"regex": "a{3}"}), timeout=50)
-    response = await asyncio.wait_for(call, 5)
-    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_TIME_LIMIT
-    assert harness.engine.submitted == []
