@@ -288,7 +288,7 @@ class GenerationConverter:
             preemption_count=counts.num_preemptions,
             recomputed_token_count=counts.num_recomputed,
             step_count=counts.num_steps,
-            acceptance_histogram=_acceptance_histogram(self._generation.verifications),
+            acceptance_histogram=_acceptance_histogram(self._generation.counts.verifications),
             device=self._device,
         )
 
