@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality bench-peers gpu-check simulate sanitize wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality bench-cpu bench-peers gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,8 +40,8 @@ fix: $(VENV)/.dev ## Format and repair what ruff can.
 kernels: $(VENV)/.dev build ## Compile every CUDA kernel for sm_80, sm_90, sm_100 without a GPU; print what each needs (ARGS="sm_90").
 	@PYTHONPATH=tests $(BIN)/python tests/gpu/kernels/nvrtc.py $(ARGS)
 
-test-kernels-full: $(VENV)/.dev build ## CUDA kernels under address, undefined-behaviour and thread sanitizers; planted defects.
-	@$(BIN)/python -m pytest tests/gpu/kernels/sanitized.py $(ARGS)
+test-kernels-full: $(VENV)/.dev build ## CUDA kernels: every instantiation, sanitizers, planted defects.
+	@$(BIN)/python -m pytest tests/gpu/kernels/whole_table.py tests/gpu/kernels/sanitized.py $(ARGS)
 
 proto: $(VENV)/.tools ## Compile proto/ into build/tree/foreword/v1.
 	@$(BIN)/python -c 'import setup; setup.link_tree(); setup.generate_proto(setup.TREE.parent)'
@@ -61,6 +61,9 @@ bench-sampling: $(VENV)/.built ## What drawing a token costs by what the request
 
 bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six kinds at 1, 4 and 16 streams, as JSON lines.
 	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+
+bench-cpu: $(VENV)/.built ## What a step of the CPU device takes at 1 to 32 streams and for a prompt, by kernel, as JSON lines.
+	@$(BIN)/python benchmarks/cpu_step.py $(ARGS)
 
 gpu-check: $(VENV)/.built ## Check and measure the CUDA device in four minutes, ending with a table (DRY=1: without a GPU, on the checker).
 	@$(BIN)/python benchmarks/gpu_check.py $(if $(DRY),--dry) $(ARGS)

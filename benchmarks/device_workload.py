@@ -158,6 +158,8 @@ def sampling_batch(rows: int, **changes: float) -> SamplingBatch:
         history=HistoryCounts(*no_list, NOTHING, none),
         masked_ids=np.zeros((rows, 1), np.int32),
         num_masked=np.zeros(rows, np.int32),
+        by_rejection=np.zeros(rows, np.bool_),
+        draft_ids=none,
         want_logprob=np.ones(rows, np.bool_),
         **{name: np.full(rows, value, np.float32) for name, value in (numbers | changes).items()},
     )

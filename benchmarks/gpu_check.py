@@ -1,13 +1,15 @@
 """Checks the CUDA device on a machine with an NVIDIA GPU, within four minutes: what it computes, and how fast.
 
-Prints each line when it is known and a table of all of them at the end; the exit status is 1 if a check failed. A speed
-below its target is said in the table and fails nothing. `--dry` runs the same script without a GPU: kernels on the
-checker (tests/simt), small sizes, one stream on the CPU device; its times mean nothing.
+Prints each line when it is known and a table of all of them at the end; the exit status is 1 if a check failed. Each
+section runs in a process of its own within its share of the time: one that fails or is ended is a line of the table,
+and the others go on. A speed below its target is said in the table and fails nothing. Nothing is fetched from a
+network. `--dry` runs the same script without a GPU: kernels on the checker (tests/simt), small sizes, one stream on the
+CPU device; its times mean nothing, and no time is kept.
 
     accuracy    relative error of each kernel against the float64 oracle
     tokens      greedy tokens of the default model in float32 equal to the CPU device's; two devices sum in different
                 orders, so a sequence may part where the CPU's two best logits are closer than NEAR_TIE
-    graph       a recorded step gives the tokens of a step that is not
+    graph       a recorded step gives the tokens of a step that is not, and so does one begun before the last is read
     rows        products of the model's layers are the same bits for every number of rows
     sanitizer   compute-sanitizer finds nothing in the accuracy checks
     ceilings    copy bandwidth and bfloat16 product rate of this machine, measured
@@ -18,6 +20,8 @@ checker (tests/simt), small sizes, one stream on the CPU device; its times mean 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -25,6 +29,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,16 +45,18 @@ from foreword.gpu.backends.numpy_backend import NumpyBackend
 from foreword.gpu.checkpoint.default_model import default_model_path
 from foreword.gpu.checkpoint.open import open_checkpoint
 from foreword.gpu.config import DeviceConfig
+from foreword.gpu.device import find_device
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
 from foreword.gpu.runner import ModelRunner, load_runner
+from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.request import Request, SamplingParams, StoppingParams
 
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
 NEAR_TIE = 1e-3
 BF16_BYTES = 2
-SANITIZER_TIMEOUT_S = 60
-SERVING_TIMEOUT_S = 100
+SANITIZER_TIMEOUT_S = 35
+SERVING_TIMEOUT_S = 65
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -167,6 +174,19 @@ def greedy(runner: ModelRunner, prompt: list[int], num_tokens: int) -> tuple[lis
     return tokens, gaps
 
 
+def greedy_ahead(runner: ModelRunner, prompt: list[int], num_tokens: int) -> list[int]:
+    """The same tokens, each step begun before the last result is read, with sampling as part of the recording."""
+    writer = StepWriter(runner.config.num_blocks)
+    request = Request(0, np.array(prompt, np.int32), StoppingParams(num_tokens), SamplingParams(temperature=0.0))
+    under_way = [runner.launch(writer.plan(prompt, [(0, request)]))]
+    tokens: list[int] = []
+    for step in range(num_tokens):
+        if step + 1 < num_tokens:
+            under_way.append(runner.launch(writer.plan([-1])))
+        tokens += under_way.pop(0)().token_ids.tolist()
+    return tokens
+
+
 def model_tokens(machine: Machine) -> Iterator[Line]:
     """The default model on the CPU device and on this one; its products' independence of the number of rows."""
     checkpoint = open_checkpoint(default_model_path())
@@ -186,6 +206,8 @@ def model_tokens(machine: Machine) -> Iterator[Line]:
     value = f"{same} of {num_tokens}" + (f", then a tie of {gaps[same]:.0e}" if is_tie else "")
     yield Line("tokens equal to the CPU's", value, "all, or up to a tie", same == num_tokens or is_tie)
 
+    is_same = greedy_ahead(runner, prompt, num_tokens) == recorded
+    yield Line("steps begun ahead equal to others", "yes" if is_same else "no", "yes", is_same)
     cuda.compute = lambda model, batch: model(batch)  # type: ignore[method-assign]
     plain, _ = greedy(runner, prompt, num_tokens)
     yield Line("recorded steps equal to others", "yes" if plain == recorded else "no", "yes", plain == recorded)
@@ -248,7 +270,7 @@ def speeds(machine: Machine) -> Iterator[Line]:
         "random": sampling_batch(rows),
         "top-k 50, top-p 0.95": sampling_batch(rows, top_k=50, top_p=0.95),
     }.items():
-        seconds = machine.seconds(lambda params=params: cuda.sample_and_accept(logits, params, *drafts))  # type: ignore[misc]
+        seconds = machine.seconds(lambda params=params: cuda.sample_and_accept(logits, params, *drafts)())  # type: ignore[misc]
         yield Line(f"sample and accept {rows} x {vocab} {name}", f"{seconds * 1e6:.0f} us, copies included", "<= 60 us")
     stream, weight = cuda.weight(np.ones((1, 32), np.float32)), cuda.weight(np.ones(32, np.float32))
     start, launches = time.perf_counter(), machine.size(2000, 20)
@@ -277,28 +299,72 @@ def serving(machine: Machine) -> Iterator[Line]:
         yield Line(f"tokens/s, {row['streams']} streams", f"{row['tokens_per_s']:.0f}", target)
 
 
-SECTIONS = {section.__name__: section for section in (accuracy, model_tokens, sanitizer, speeds, serving)}
+SECTIONS = {section.__name__: section for section in (accuracy, model_tokens, speeds, serving, sanitizer)}
+BUDGET_S = {"accuracy": 40, "model_tokens": 40, "speeds": 40, "serving": 75, "sanitizer": 40}
+"""What a section may take on a GPU, 235 s in all; one that takes longer is ended and has failed."""
+_INTERRUPT_GRACE_S = 5
+
+
+def run_here(name: str, is_dry: bool) -> None:
+    """Run one section and print its results as JSON lines."""
+    for line in SECTIONS[name](Machine(is_dry)):
+        print(json.dumps(dataclasses.asdict(line)), flush=True)
+
+
+def run_apart(name: str, is_dry: bool) -> Iterator[Line]:
+    """Run one section in a process of its own: a fault of the device ends a process, and the other sections go on."""
+    command = [sys.executable, __file__, "--only", name, *(["--dry"] if is_dry else [])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    budget_s = BUDGET_S[name]
+    alarm = threading.Timer(budget_s, _end, [process])
+    if not is_dry:  # the checker's times mean nothing
+        alarm.start()
+    start = time.perf_counter()
+    with process:
+        assert process.stdout is not None
+        yield from (Line(**json.loads(text)) for text in process.stdout)
+    alarm.cancel()
+    if process.returncode:
+        is_late = not is_dry and time.perf_counter() - start >= budget_s
+        yield Line(name, f"ended after {budget_s} s" if is_late else f"status {process.returncode}", "status 0", False)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Interrupt a section, so that it ends its server, and kill what is left of it."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_INTERRUPT_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> int:
     """Run the sections and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="without a GPU, on the checker")
-    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--only", choices=SECTIONS, help="one section, as JSON lines")
     options = parser.parse_args()
-    machine = Machine(options.dry)
-    print(f"{machine.backend('bfloat16').device_name}, PyTorch {torch.__version__}", flush=True)
+    if options.only:
+        run_here(options.only, options.dry)
+        return 0
+    if not options.dry:
+        try:
+            find_device("cuda")
+        except ConfigError as error:
+            parser.exit(2, f"{error.message}\n")
+    device_name = "CUDA checker" if options.dry else torch.cuda.get_device_name()
+    print(f"{device_name}, PyTorch {torch.__version__}", flush=True)
     lines = []
-    for name in [options.only] if options.only else SECTIONS:
+    for name in SECTIONS:
         start = time.perf_counter()
-        for line in SECTIONS[name](machine):
+        for line in run_apart(name, options.dry):
             lines.append(line)
             print(f"{line.name}: {line.value}", flush=True)
         print(f"({name}: {time.perf_counter() - start:.0f} s)", flush=True)
     print()
     for line in lines:
         verdict = {None: "", True: "pass", False: "FAIL"}[line.passed]
-        print(f"{line.name:<44}{line.value:<34}{line.target:<22}{verdict}")
+        print(f"{line.name:<48}{line.value:<34}{line.target:<22}{verdict}")
     return int(any(line.passed is False for line in lines))
 
 

@@ -1,7 +1,7 @@
 """What the scheduler costs, without a device. Prints one JSON line per case; times are medians over the rounds.
 
 decode      schedule + apply with every sequence decoding, plan and update arrays included; blocks fill up (and are
-            hashed) as they would, each sequence at its own time
+            hashed) as they would, each sequence at its own time; with --vllm-python the same of vLLM's V1 scheduler
 verify      the same with 3 drafts a sequence, all accepted; `ns_per_row_over_decode` is what they add
             `instructions_per_row` of both: counted by valgrind, null without it; does not depend on what else runs
 memory      what one more row of the batch allocates, its token of the budget and its block table entry included
@@ -259,13 +259,22 @@ def show(**line: object) -> None:
     print(json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in line.items()}))
 
 
+def vllm_us_per_step(python: str, rows: list[int], num_rounds: int) -> dict[int, float]:
+    """The V1 scheduler of vLLM at the same work, run by the interpreter that it is installed for."""
+    command = [python, str(HERE / "vllm_scheduler.py"), "--rounds", str(num_rounds), "--rows", *map(str, rows)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()
+    return {line["rows"]: line["us_per_step"] for line in map(json.loads, output)}
+
+
 def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM, to measure its scheduler too")
     arguments = parser.parse_args()
     rounds = arguments.rounds
+    vllm = vllm_us_per_step(arguments.vllm_python, arguments.rows, rounds) if arguments.vllm_python else {}
     for num_rows in arguments.rows:
         decode, verify = decode_ns(num_rows, rounds), verify_ns(num_rows, rounds)
         show(
@@ -274,6 +283,8 @@ def main() -> None:
             us_per_step=decode / 1000,
             ns_per_row=decode / num_rows,
             instructions_per_row=instructions_per_row("decode", num_rows),
+            vllm_us_per_step=vllm.get(num_rows),
+            ratio=1000 * vllm[num_rows] / decode if vllm else None,
         )
         show(
             case="verify",

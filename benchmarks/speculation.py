@@ -3,7 +3,8 @@
 Starts `foreword serve` with speculation on its default. Every prompt of `benchmarks/prompts/<kind>.jsonl` runs with
 drafts and with `speculation.disabled`, twice each, in alternating passes of the given number of concurrent streams,
 so that both meet the same machine. A stream takes the next prompt as soon as it is free. Outputs must be equal, token
-for token. Prints one JSON line per kind and number of streams:
+for token. Each pass has a cache salt of its own, so that none knows the answers of another. Prints one JSON line per
+kind and number of streams:
 
     tokens_per_s            output tokens of all streams / time of the passes, with drafts
     ratio_to_off            the same divided by that without drafts
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ import grpc
 from server_process import server
 
 from foreword.v1 import (
+    cache_pb2,
     chat_pb2,
     generation_pb2,
     generation_service_pb2,
@@ -61,7 +64,11 @@ def read_prompts(kind: str) -> list[chat_pb2.ChatInput]:
 
 
 async def generate(
-    stub: generation_service_pb2_grpc.GenerationServiceStub, chat: chat_pb2.ChatInput, num_tokens: int, disabled: bool
+    stub: generation_service_pb2_grpc.GenerationServiceStub,
+    chat: chat_pb2.ChatInput,
+    num_tokens: int,
+    disabled: bool,
+    salt: str,
 ) -> generation_service_pb2.GenerateTextResponse:
     """One greedy answer."""
     spec = generation_pb2.GenerationSpec(
@@ -69,6 +76,7 @@ async def generate(
         sampling=sampling_pb2.SamplingConfig(temperature=0.0),
         stopping=stopping_pb2.StoppingConfig(max_output_token_count=num_tokens),
         speculation=speculation_pb2.SpeculationConfig(disabled=disabled),
+        cache=cache_pb2.CacheConfig(cache_salt=salt),
     )
     return await stub.GenerateText(generation_service_pb2.GenerateTextRequest(spec=spec))
 
@@ -82,12 +90,12 @@ async def run_pass(
     totals: Totals,
 ) -> list[list[int]]:
     """Answer all prompts, each stream taking the next one whenever it is free; returns their tokens."""
-    waiting = iter(enumerate(chats))
+    waiting, salt = iter(enumerate(chats)), secrets.token_hex(8)
     tokens: list[list[int]] = [[] for _ in chats]
 
     async def serve() -> None:
         for index, chat in waiting:
-            response = await generate(stub, chat, num_tokens, disabled)
+            response = await generate(stub, chat, num_tokens, disabled, salt)
             tokens[index] = list(response.outputs[0].content.token_ids)
             totals.num_tokens += len(tokens[index])
             totals.num_accepted += response.finished.usage.accepted_draft_token_count

@@ -11,7 +11,7 @@ from foreword.scheduler.errors import ConfigError
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 2}
 """Number formats, and the bytes that an element of the KV cache takes in each."""
-SPECULATION_MODES = ("off", "auto", "ngram")
+SPECULATION_MODES = ("off", "auto", "ngram", "suffix", "hybrid", "draft-model")
 
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -43,7 +43,7 @@ class DeviceConfig:
         max_num_batched_tokens: tokens of a step.
         max_model_len: tokens (prompt and output) a sequence may have.
         speculation: "off", "auto" (a controller decides at every step) or the name of a drafter that always proposes:
-            "ngram".
+            "ngram", "suffix", "hybrid" for the better of both, or "draft-model".
         max_draft_tokens: drafts of a sequence that a step checks at most.
 
     Raises:

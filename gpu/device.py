@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foreword.gpu.config import DTYPE_BYTES
 from foreword.gpu.models.config import ModelConfig
-from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cuda_backend import CudaBackend
@@ -52,7 +52,10 @@ def _cuda_obstacle() -> str | None:
         return "the installed PyTorch is built without CUDA"
     if not torch.cuda.is_available():
         return "there is no NVIDIA driver, or no device that it knows"
-    capability = torch.cuda.get_device_capability()
+    try:
+        capability = torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        return f"the device does not start: {_first_line(error)}"
     if capability < MIN_COMPUTE_CAPABILITY:
         found, needed = (".".join(map(str, version)) for version in (capability, MIN_COMPUTE_CAPABILITY))
         return f"compute capability {needed} is needed, {torch.cuda.get_device_name()} has {found}"
@@ -60,16 +63,38 @@ def _cuda_obstacle() -> str | None:
 
 
 def open_cuda_backend(dtype: str) -> CudaBackend:
-    """The CUDA device in a compute dtype."""
-    from foreword.gpu.backends.cuda_backend import CudaBackend
-    from foreword.gpu.kernels.cupy_driver import CupyDriver
+    """The CUDA device in a compute dtype.
 
-    return CudaBackend(dtype, CupyDriver())
+    Raises:
+        ConfigError: CuPy cannot be used.
+        DeviceError: kernels cannot be compiled here, or the device does not start.
+    """
+    from foreword.gpu.backends.cuda_backend import CudaBackend
+
+    try:
+        from foreword.gpu.kernels.cupy_driver import CupyDriver
+    except ImportError as error:
+        raise ConfigError(f"device: 'cuda' cannot be used here: CuPy cannot be imported: {error}") from error
+    try:
+        return CudaBackend(dtype, CupyDriver())
+    except RuntimeError as error:
+        raise DeviceError(f"the CUDA device does not start: {_first_line(error)}") from error
 
 
 def cuda_cache_memory(model: ModelConfig, dtype: str) -> int:
-    """Bytes of the CUDA device that the KV cache of a model may take; 0 if its weights do not leave any."""
+    """Bytes of the CUDA device that the KV cache of a model may take; 0 if its weights do not leave any.
+
+    Raises:
+        DeviceError: the device does not start.
+    """
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
+    try:
+        free, _ = torch.cuda.mem_get_info()
+    except RuntimeError as error:
+        raise DeviceError(f"the CUDA device does not start: {_first_line(error)}") from error
     return max(0, int((free - model.num_weights * DTYPE_BYTES[dtype]) * _CACHE_SHARE))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

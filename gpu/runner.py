@@ -6,12 +6,14 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from foreword.gpu.backends.acceptance import AcceptedTokens
 from foreword.gpu.backends.backend import Backend, KVCacheShape
+from foreword.gpu.backends.sampling import SamplingBatch
 from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.batch import Batch
 from foreword.gpu.checkpoint.checkpoint import Checkpoint
@@ -22,14 +24,25 @@ from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.decoder import Decoder
 from foreword.gpu.models.registry import family
-from foreword.gpu.speculative.controller import DraftController
-from foreword.gpu.speculative.ngram_drafter import NgramDrafter
+from foreword.gpu.speculative.draft_model import DraftModel
+from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.errors import ConfigError
-from foreword.scheduler.step import BoolArray, DraftState, StepPlan, StepResult, TokenScores
+from foreword.scheduler.step import DraftState, StepForecast, StepPlan, StepResult, TokenScores
 
 if TYPE_CHECKING:
     from foreword.gpu.backends.cpu_backend import CpuBackend
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """A step that was begun: its plan, how its tokens are drawn, and what waits for its results."""
+
+    plan: StepPlan
+    start_ns: int
+    params: SamplingBatch
+    tokens: Callable[[], AcceptedTokens]
+    prompt_scores: Callable[[], TokenScores] | None
 
 
 class ModelRunner:
@@ -66,6 +79,8 @@ class ModelRunner:
             )
         )
         self._sampling = SamplingState(config.max_num_sequences, model.vocab_size)
+        self._last_tokens = np.zeros(config.max_num_sequences, np.int32)
+        self._end_ns = 0
 
     @property
     def device(self) -> str:
@@ -102,33 +117,59 @@ class ModelRunner:
 
         Draft tokens are accepted while they equal the token that the model draws in their place.
         """
+        return self.launch(plan)()
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step behind those begun before.
+
+        Args:
+            plan: of the next step; -1 among its tokens is what the row draws in the step before, whose result need not
+                have been waited for where the device works asynchronously.
+
+        Returns:
+            waits for the result; to be called in the order of the steps.
+        """
         start_ns = time.perf_counter_ns()
         for a, (row, request) in enumerate(plan.admitted):
             output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
             self._sampling.admit(row, request, plan.output_token_ids[output])
         backend, guided_rows = self.decoder.backend, self.guided_rows
         batch = backend.upload(plan, self.cache)
-        logits = backend.compute(self._compute_logits, batch)
-        num_logits = len(plan.logits_indices)
-        params, constraint_reasons = self._sampling.select(plan), None
+        params, input_ids = self._sampling.select(plan), plan.token_ids[plan.logits_indices]
         if guided_rows:
             guided_rows.admit(plan)
-            params = guided_rows.restrict(plan, params)
-        input_ids = plan.token_ids[plan.logits_indices]
-        tokens = backend.sample_and_accept(logits[:num_logits], params, input_ids, plan.logits_offsets)
+        if not len(plan.scored_indices) and not (guided_rows and guided_rows.concerns(plan)):
+            draw = (params, input_ids, plan.logits_offsets, plan.rows)
+            tokens, prompt_scores = backend.compute_and_accept(self._compute_logits, batch, *draw), None
+        else:
+            logits = backend.compute(self._compute_logits, batch)
+            if guided_rows:
+                params = guided_rows.restrict(plan, params)  # while the device computes
+            rows = logits[: len(input_ids)]
+            tokens = backend.sample_and_accept(rows, params, input_ids, plan.logits_offsets, plan.rows)
+            prompt_scores = self._score_prompts(logits, plan)
+        return lambda: self._finish(_LaunchedStep(plan, start_ns, params, tokens, prompt_scores))
+
+    def _finish(self, step: _LaunchedStep) -> StepResult:
+        plan, guided_rows, constraint_reasons = self._with_known_tokens(step.plan), self.guided_rows, None
+        tokens = step.tokens()
+        prompt_scores = step.prompt_scores and step.prompt_scores()
         if guided_rows:
-            tokens, constraint_reasons = guided_rows.follow(plan, params, tokens)
+            tokens, constraint_reasons = guided_rows.follow(plan, step.params, tokens)
         self._sampling.append(plan, tokens.offsets, tokens.token_ids)
-        scores = self._score(logits, plan, tokens)
-        prompt_scores = self._score_prompts(logits, plan)
-        drafts, draft_state = None, DraftState.DISABLED
+        has_tokens = np.diff(tokens.offsets) > 0
+        self._last_tokens[plan.rows[has_tokens]] = tokens.token_ids[tokens.offsets[1:][has_tokens] - 1]
+        drafts, draft_state, forecast = None, DraftState.DISABLED, StepForecast()
+        start_ns = max(step.start_ns, self._end_ns)
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
             drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
-            if guided_rows and drafts:
-                drafts = guided_rows.cut(plan, drafts)
-            draft_state = self.speculator.state
+            if guided_rows:
+                drafts, forced_rows = guided_rows.amend(plan, drafts)
+                self.speculator.disown(forced_rows)
+            draft_state, forecast = self.speculator.state, self.speculator.forecast
             draft_end_ns = time.perf_counter_ns()
+        self._end_ns = model_end_ns
         return StepResult(
             step_id=plan.step_id,
             token_offsets=tokens.offsets,
@@ -140,15 +181,32 @@ class ModelRunner:
             drafts=drafts,
             draft_state=draft_state,
             constraint_reasons=constraint_reasons,
-            scores=scores,
+            scores=tokens.scores,
             prompt_scores=prompt_scores,
+            forecast=forecast,
         )
+
+    def duration_of(self, plan: StepPlan) -> int:
+        """Nanoseconds that the model and sampling take for a plan; what comes out is dropped."""
+        start_ns = time.perf_counter_ns()
+        batch, input_ids = self.decoder.backend.upload(plan, self.cache), plan.token_ids[plan.logits_indices]
+        draw = (self._sampling.select(plan), input_ids, plan.logits_offsets, plan.rows)
+        self.decoder.backend.compute_and_accept(self._compute_logits, batch, *draw)()
+        return time.perf_counter_ns() - start_ns
+
+    def _with_known_tokens(self, plan: StepPlan) -> StepPlan:
+        """The plan with the tokens that were not known when it was made."""
+        is_unknown = plan.token_ids < 0
+        if not is_unknown.any():
+            return plan
+        last_tokens = np.repeat(self._last_tokens[plan.rows], np.diff(plan.query_offsets))
+        return replace(plan, token_ids=np.where(is_unknown, last_tokens, plan.token_ids))
 
     def _compute_logits(self, batch: Batch[Any]) -> Any:
         return self.decoder.logits(batch, self.cache)
 
-    def _score_prompts(self, logits: Any, plan: StepPlan) -> TokenScores | None:
-        """Scores of the plan's prompt tokens `[P]`; None without any."""
+    def _score_prompts(self, logits: Any, plan: StepPlan) -> Callable[[], TokenScores] | None:
+        """Begin to score the plan's prompt tokens `[P]`; None without any."""
         num_scored = len(plan.scored_token_ids)
         if not num_scored:
             return None
@@ -156,34 +214,13 @@ class ModelRunner:
         rows = np.arange(len(plan.logits_indices), len(plan.logits_indices) + num_scored, dtype=np.int32)
         return self.decoder.backend.score(logits, rows, plan.scored_token_ids, num_top)
 
-    def _score(self, logits: Any, plan: StepPlan, tokens: AcceptedTokens) -> TokenScores | None:
-        """Scores of a result's tokens `[N]`; None when no request asks for any."""
-        is_scored, num_top = self._sampling.scored(plan, tokens.offsets)
-        if not is_scored.any():
-            return None
-        rows, token_ids = tokens.logits_rows[is_scored], tokens.token_ids[is_scored]
-        scores = self.decoder.backend.score(logits, rows, token_ids, num_top)
-        return scores if is_scored.all() else _spread(scores, is_scored)
-
-
-def _spread(scores: TokenScores, is_scored: BoolArray) -> TokenScores:
-    """Scores of all tokens, zero for those that are not scored."""
-    # An extra entry of zeros stands for them.
-    padded = TokenScores(
-        np.append(scores.logprobs, np.float32(0)),
-        np.append(scores.ranks, np.int32(0)),
-        scores.num_top,
-        np.append(scores.top_token_ids, np.zeros(scores.num_top, np.int32)),
-        np.append(scores.top_logprobs, np.zeros(scores.num_top, np.float32)),
-    )
-    return padded.take(np.where(is_scored, np.cumsum(is_scored) - 1, len(scores.ranks)))
-
 
 def load_runner(
     config: DeviceConfig,
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] | None = None,
     vocabulary: GrammarVocabulary | None = None,
+    draft_model: DraftModel | None = None,
 ) -> ModelRunner:
     """Put a checkpoint's model on a device.
 
@@ -192,6 +229,7 @@ def load_runner(
         checkpoint: the model.
         progress: called with (tensors loaded, tensors in all).
         vocabulary: of the model; without one, no request can have a grammar.
+        draft_model: what drafts, where `config` asks for it.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -216,31 +254,21 @@ def load_runner(
     weights = model.load_weights(checkpoint, model_config, backend, progress or (lambda loaded, total: None))
     decoder = Decoder(model_config, weights, backend, config.max_model_len)
     guided_rows = GuidedRows(GrammarCompiler(vocabulary), config.num_threads) if vocabulary else None
-    return ModelRunner(config, decoder, _open_speculator(config, model_config.vocab_size), guided_rows)
+    runner = ModelRunner(config, decoder, guided_rows=guided_rows)
+    if config.device == "cuda":
+        from foreword.gpu.warm_up import warm_up  # imports torch
 
-
-def _open_speculator(config: DeviceConfig, vocab_size: int) -> Speculator | None:
-    if config.speculation == "off":
-        return None
-    num_rows = config.max_num_sequences
-    drafter = NgramDrafter(num_rows, config.max_model_len, config.max_draft_tokens, vocab_size)
-    controller = None
-    if config.speculation == "auto":
-        controller = DraftController(num_rows, config.max_num_batched_tokens, drafter.max_confidence)
-    return Speculator(
-        drafter,
-        controller,
-        max_num_sequences=num_rows,
-        max_draft_tokens=config.max_draft_tokens,
-        vocab_size=vocab_size,
-    )
+        warm_up(runner)
+    drafter = draft_model.load(config, decoder, vocabulary) if draft_model else None
+    runner.speculator = open_speculator(config, model_config.vocab_size, drafter)
+    return runner
 
 
 def best_dtype(model: ModelConfig, num_threads: int, max_num_batched_tokens: int) -> str:
     """The number format that serves this model fastest on this processor without depending on the batch.
 
-    That is "int8" where the processor has instructions for integer products; else "bfloat16" where the library's
-    bfloat16 products are row-independent, as on processors with instructions for them; and otherwise "float32".
+    That is "int8" where the processor has instructions for integer products, AVX2 at least; else "bfloat16" where the
+    library's bfloat16 products are row-independent, as on processors with instructions for them; otherwise "float32".
     """
     _open_backend("bfloat16", num_threads)
     from foreword.gpu.backends import cpu_kernels  # after torch, whose OpenMP it shares

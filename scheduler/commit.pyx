@@ -1,6 +1,6 @@
 """From a step's result to the state of a sequence and its record in the update."""
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int16_t, int32_t
 
 
 cdef inline bint contains(const int32_t* ids, int num_ids, int32_t token_id) noexcept nogil:
@@ -63,6 +63,7 @@ cdef inline int keep_drafts(Sequence* s, StepBuffers step, int b) noexcept nogil
     cdef int i
     for i in range(num_draft):
         s.token_ids[s.num_tokens + i] = step.draft_token_ids[start + i]
+    s.drafter = 0 if step.drafters == NULL else <int16_t>step.drafters[b]
     return num_draft
 
 
@@ -94,6 +95,7 @@ cdef void commit(Sequence* s, StepBuffers step, int b, int max_model_len) noexce
         if s.update.finish_reason != EOS and s.update.finish_reason != STOP_TOKEN:
             s.update.finish_reason = step.constraint_reasons[b]
     s.update.num_drafted = s.num_draft
+    s.update.drafter = s.drafter if s.num_draft else 0
     s.update.num_accepted = min(s.update.num_tokens, max(num_accepted - 1, 0))
     s.num_computed = end - s.num_draft + s.update.num_accepted
     s.num_computed_max = max(s.num_computed_max, s.num_computed)
@@ -104,5 +106,5 @@ cdef void commit(Sequence* s, StepBuffers step, int b, int max_model_len) noexce
 
 cdef void report(Sequence* s, StepBuffers step) noexcept nogil:
     s.update.step_kind = NO_STEP
-    s.update.num_tokens = s.update.num_scored = s.update.num_drafted = s.update.num_accepted = 0
+    s.update.num_tokens = s.update.num_scored = s.update.num_drafted = s.update.num_accepted = s.update.drafter = 0
     add_record(s, step)

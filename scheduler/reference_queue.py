@@ -88,7 +88,18 @@ class ReferenceQueue(Generic[S]):
         if not candidates:
             return None
         priority = max({s.request.priority for s in candidates}, key=lambda p: (self._rank(p, now_ns), -p))
-        level = [s for s in candidates if s.request.priority == priority]
+        return self._first([s for s in candidates if s.request.priority == priority])
+
+    def overdue(self, priority: int, holders: set[tuple[str, int]], now_ns: int) -> S | None:
+        """The next request of a priority that has been passed over until it aged, unless its flow holds rows."""
+        level = [s for s in self.members if s.request.priority == priority]
+        if not level or now_ns - self.waits_since_ns[priority] < self.config.priority_aging_ns:
+            return None
+        s = self._first(level)
+        return None if (s.request.tenant, priority) in holders else s
+
+    def _first(self, level: list[S]) -> S:
+        """Of one priority: the oldest of the flow that has got least."""
         oldest = {s.request.tenant: s for s in sorted(level, key=lambda s: -s.order)}
         return min(oldest.values(), key=lambda s: (self._flow(s).service, s.order))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,14 @@ _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15
 """Between the seeds of two outputs: odd, so that every output has its own, and large, so that those of requests with
 nearby seeds do not meet."""
 _SEED_MASK = (1 << 64) - 1
+
+
+class AcceptanceRule(IntEnum):
+    """How drafts become output; the distribution is the model's in any case."""
+
+    EXACT_MATCH = 1  # a draft that equals the token drawn in its place: the same tokens as without drafts
+    REJECTION = 2  # rejection sampling, draft by draft
+    BLOCK = 3  # rejection sampling of all drafts together
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,8 @@ class Request:
             those of the first.
         num_top_logprobs: return so many most probable tokens at every position of the output.
         max_draft_tokens: drafts that a step may check for the sequence, if the device proposes as many; 0 for none.
+        acceptance: how drafts are accepted.
+        drafter: who proposes them; empty for the device's choice.
         grammar: that the output follows, in the device's notation; empty for none.
         num_outputs: sequences, all from this prompt; at least 1.
     """
@@ -104,8 +115,20 @@ class Request:
     want_prompt_logprobs: bool = False
     num_top_logprobs: int = 0
     max_draft_tokens: int = 16
+    acceptance: AcceptanceRule = AcceptanceRule.EXACT_MATCH
+    drafter: str = ""
     grammar: str = ""
     num_outputs: int = 1
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the distribution of its next token depends on which one it drew last, beyond what the model computes.
+
+        So it does under a grammar and under penalties. Under lookahead such a sequence waits for each result.
+        """
+        sampling = self.sampling
+        is_penalised = sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
+        return bool(self.grammar) or bool(is_penalised)
 
     @property
     def output_keys(self) -> range:

@@ -33,7 +33,9 @@ cdef class RowTable:
 
     cdef int num_blocks_for(self, int num_tokens) noexcept nogil
     cdef int32_t* block_table(self, Sequence* s) noexcept nogil  # of its row
+    cdef int num_promised_to(self, Sequence* s) noexcept nogil  # blocks that it lacks for what it knew when it got its row
     cdef int num_tokens_in_reach(self, Sequence* s) noexcept nogil  # that its blocks and the free ones hold
+    cdef int64_t num_prefill_tokens_of(self, int priority) noexcept nogil  # of those, at this priority or above
     cdef int match(self, Sequence* s) noexcept nogil  # look for its hits; returns how many free blocks it would take
     cdef int insert(self, int entry) except -1 nogil  # give the sequence last matched a row and its hits; a row is free
     cdef int grow(self, Sequence* s, int num_tokens) except -1 nogil  # to blocks for so many tokens

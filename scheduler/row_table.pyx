@@ -44,8 +44,21 @@ cdef class RowTable:
     cdef int num_blocks_for(self, int num_tokens) noexcept nogil:
         return (num_tokens + self.block_size - 1) // self.block_size
 
+    cdef int64_t num_prefill_tokens_of(self, int priority) noexcept nogil:
+        cdef int i
+        cdef int64_t num_tokens = 0
+        cdef Sequence* s
+        for i in range(self.num_listed):
+            s = &self.sequences[self.running[i]]
+            if s.row >= 0 and s.priority >= priority:
+                num_tokens += max(0, s.prefill_end - s.num_computed)
+        return num_tokens
+
     cdef int32_t* block_table(self, Sequence* s) noexcept nogil:
         return self.block_tables + <size_t>s.row * self.max_blocks_per_sequence
+
+    cdef int num_promised_to(self, Sequence* s) noexcept nogil:
+        return max(0, self.num_blocks_for(s.prefill_end) - s.num_blocks)
 
     cdef int num_tokens_in_reach(self, Sequence* s) noexcept nogil:
         return (s.num_blocks + self.pool.num_free) * self.block_size

@@ -38,7 +38,10 @@ class Scheduler:
         """End a request; its blocks are free after the next `apply`. False when the key is not active."""
 
     def pause(self, request_key: int) -> bool:
-        """Stop scheduling a sequence, keeping its blocks, until `resume`. False when the key is not active."""
+        """Stop scheduling a sequence, keeping its blocks, until `resume`. False when the key is not active.
+
+        One that waits and may not be overtaken any more keeps its place: it pauses once it has its row.
+        """
 
     def resume(self, request_key: int) -> bool:
         """Undo `pause`. False when the key is not active."""
@@ -54,8 +57,8 @@ class Scheduler:
         """Decide the next step. An empty plan (no sequences) must be applied with `apply(None)` all the same.
 
         A plan made ahead continues the sequences of the open one behind the token that this one draws, whose id it
-        gives as -1. It leaves out those whose drafts are being checked or that reach their length: what they do next
-        depends on the result.
+        gives as -1. It leaves out those whose drafts are being checked, that reach their length, or whose request
+        `needs_last_token`: what they do next depends on the result.
 
         Raises:
             RuntimeError: `can_schedule` is false.

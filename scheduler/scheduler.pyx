@@ -1,30 +1,22 @@
 """The scheduler's two steps over C state: `schedule` writes a plan, `apply` takes its result.
 
-A step serves `running` in order of (priority, arrival): first a token for every decoding sequence, then prompt chunks,
-and before a chunk what waits with a higher priority; in the end all that waits. Drafts get what none of them can use. Blocks are taken as tokens are
-planned. A decoding sequence that finds no block takes those of the last in order, which is never one that this step has
-planned already. Both cores run without the GIL and allocate nothing.
+Both cores run without the GIL and allocate nothing.
 """
 
 cimport cython
-from libc.stdint cimport INT32_MAX, INT32_MIN
+from libc.stdint cimport INT32_MAX
 from libc.stdlib cimport free, malloc
 
 from foreword.scheduler.admission cimport check_bounds, check_deadline, check_queue, check_request
 from foreword.scheduler.commit cimport CANCELLED, DEADLINE, FAILED, commit, report
 from foreword.scheduler.heap_forest cimport EMPTY
-from foreword.scheduler.row_table cimport is_before
+from foreword.scheduler.planner cimport MAX_OVERTAKEN
 
 from foreword.scheduler.errors import DuplicateRequest
 from foreword.scheduler.step import DraftState, SchedulerLoad, StepResult
 
 cdef enum:
     UNKNOWN_TOKEN = -1
-
-
-cdef inline bint is_ready(Sequence* s) noexcept nogil:
-    """Whether a sequence may be part of the next plan, if it holds a row."""
-    return s.row >= 0 and not s.is_paused and not s.is_awaited and not s.update.finish_reason
 
 
 @cython.final
@@ -34,36 +26,30 @@ cdef class Scheduler:
         if config.num_blocks * config.block_size > INT32_MAX:
             raise ValueError(f"num_blocks * block_size must be at most {INT32_MAX}: slots are int32")
         self.config = config
-        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = config.max_model_len
         self.block_size = config.block_size
         self.lookahead = config.lookahead
         self.prefix_cache = PrefixCache(config.num_blocks, config.block_size, config.hash_key)
         self.table = SequenceTable(num_rows + config.max_num_waiting, self.prefix_cache)
         self.sequences = self.table.sequences
-        self.rows = RowTable(self.table, num_rows, config.max_blocks_per_sequence)
-        self.pool = self.rows.pool
+        self.planner = Planner(self.table, config)
+        self.rows = self.planner.rows
+        self.waiting = self.planner.waiting
         self.steps = tuple(
             [StepBuffers(num_rows, config.max_num_batched_tokens, self.table.capacity,
                          num_rows * config.max_blocks_per_sequence)
              for _ in range(1 + config.lookahead)]
         )
-        self.step = self.steps[0]
-        self.waiting = WaitingQueue(self.table, config)
         self.deadlines = HeapForest(self.table.capacity)
         self.first_deadline = EMPTY
         self.throughput = Throughput(config.max_num_batched_tokens)
         self.planned = <int*>malloc(len(self.steps) * num_rows * sizeof(int))
-        self.prefills = <int*>malloc(num_rows * sizeof(int))
-        self.admitted = <int*>malloc(num_rows * sizeof(int))
         self.ended = <int*>malloc(self.table.capacity * sizeof(int))
-        if self.planned == NULL or self.prefills == NULL or self.admitted == NULL or self.ended == NULL:
+        if self.planned == NULL or self.ended == NULL:
             raise MemoryError("scheduler")
 
     def __dealloc__(self):
         free(self.planned)
-        free(self.prefills)
-        free(self.admitted)
         free(self.ended)
 
     # Requests
@@ -77,10 +63,12 @@ cdef class Scheduler:
                 raise DuplicateRequest(f"request {output.request_key} is active", request_key=output.request_key)
         check_bounds(request, self.config)
         if request.deadline_ns:
-            num_tokens = self.rows.num_prefill_tokens
+            num_tokens = self.rows.num_prefill_tokens_of(request.priority)
             num_tokens += self.waiting.num_tokens_before(request.tenant, request.priority)
             check_deadline(request, self.now_ns, num_tokens, self.throughput.duration_of(num_tokens))
-        check_queue(request, self.config, self.num_waiting, self.num_waiting_tokens, self.table.num_free)
+        check_queue(
+            request, self.config, self.planner.num_waiting, self.planner.num_waiting_tokens, self.table.num_free
+        )
         cdef int entry, leader = -1
         cdef Sequence* s
         for output in outputs:
@@ -93,7 +81,7 @@ cdef class Scheduler:
                 leader = entry
             else:
                 self.follow(entry, leader)
-            self.wait(entry)
+            self.planner.wait(entry, self.now_ns)
 
     def cancel(self, request_key):
         cdef int entry = self.find_active(request_key)
@@ -111,10 +99,11 @@ cdef class Scheduler:
             s.is_paused = True
             if not s.num_planned:
                 s.num_draft = 0
-            if s.row < 0:
+            if s.row >= 0:
+                self.planner.num_paused += 1
+            elif s.num_overtaken < MAX_OVERTAKEN:  # who may not be overtaken any more keeps its place
                 self.waiting.remove(entry)
-            else:
-                self.num_paused += 1
+                s.num_admitted_before = self.planner.num_admitted_ever
         return True
 
     def resume(self, request_key):
@@ -125,23 +114,17 @@ cdef class Scheduler:
         if s.is_paused:
             s.is_paused = False
             if s.row >= 0:
-                self.num_paused -= 1
-            elif s.leader < 0:
+                self.planner.num_paused -= 1
+            elif s.leader < 0 and not self.waiting.holds(entry):
+                s.num_overtaken = <int>min(
+                    <int64_t>MAX_OVERTAKEN, s.num_overtaken + self.planner.num_admitted_ever - s.num_admitted_before
+                )
                 self.waiting.push(entry, self.now_ns)
         return True
 
     cdef int find_active(self, object request_key) except -2:
         cdef int entry = self.table.find(request_key)
         return -1 if entry >= 0 and self.sequences[entry].update.finish_reason else entry
-
-    cdef int wait(self, int entry) except -1 nogil:
-        """Count a sequence as waiting and, unless it is paused or follows another, queue it at its old place."""
-        cdef Sequence* s = &self.sequences[entry]
-        self.num_waiting += 1
-        self.num_waiting_tokens += s.num_prompt
-        if not s.is_paused and s.leader < 0:
-            self.waiting.push(entry, self.now_ns)
-        return 0
 
     cdef void follow(self, int entry, int leader) noexcept nogil:
         """Let an output wait for its prompt, which `leader` computes: then it finds the full blocks in the cache."""
@@ -183,42 +166,48 @@ cdef class Scheduler:
         self.num_ended += 1
         if s.row < 0:
             self.waiting.remove(entry)
-            self.num_waiting -= 1
-            self.num_waiting_tokens -= s.num_prompt
+            self.planner.num_waiting -= 1
+            self.planner.num_waiting_tokens -= s.num_prompt
         elif not s.num_planned:
-            self.release_row(s)
+            self.planner.release_row(entry)
         return 0
 
     # Schedule
 
     @property
     def can_schedule(self):
-        return self.num_open == 0 or (self.num_open < len(self.steps) and not self.is_starved)
+        return self.num_open == 0 or (self.num_open < len(self.steps) and not self.planner.is_starved)
 
     def schedule(self, now_ns):
         if not self.can_schedule:
             raise RuntimeError("the last plan has not been applied")
         self.now_ns = max(self.now_ns, now_ns)
-        cdef StepBuffers before = self.step
+        cdef StepBuffers before = self.step_of(self.step_id)
         cdef const int* planned_before = self.planned_in(self.step_id)
         self.step_id += 1
-        self.step = self.steps[self.step_id % len(self.steps)]
+        cdef StepBuffers step = self.step_of(self.step_id)
+        self.planner.begin(step, self.planned_in(self.step_id), self.num_open, self.now_ns)
         with nogil:
             self.throughput.finish(self.now_ns)
             if self.num_open:
                 self.advance(before, planned_before)
-            self.schedule_all()
+            while self.first_deadline != EMPTY and self.sequences[self.first_deadline].deadline_ns <= self.now_ns:
+                self.end(self.first_deadline, DEADLINE)
+            self.planner.plan_all()
             if self.num_open:
                 self.retreat(before, planned_before)
-            self.throughput.start(self.now_ns, self.step.num_tokens)
+            self.throughput.start(self.now_ns, step.num_tokens)
         self.num_open += 1
         cdef int i
+        cdef const int* entries = self.planner.admitted
         admitted = tuple(
-            [(self.sequences[self.admitted[i]].row, self.table.requests[self.admitted[i]])
-             for i in range(self.num_admitted)]
+            [(self.sequences[entries[i]].row, self.table.requests[entries[i]]) for i in range(self.planner.num_admitted)]
         )
-        offsets, token_ids = self.table.outputs(self.admitted, self.num_admitted)
-        return self.step.plan(self.step_id, admitted, offsets, token_ids, self.num_preempted)
+        offsets, token_ids = self.table.outputs(entries, self.planner.num_admitted)
+        return step.plan(self.step_id, admitted, offsets, token_ids, self.planner.num_preempted)
+
+    cdef StepBuffers step_of(self, int64_t step_id):
+        return self.steps[step_id % len(self.steps)]
 
     cdef int* planned_in(self, int64_t step_id) noexcept nogil:
         return self.planned + (step_id % (1 + self.lookahead)) * self.rows.num_rows
@@ -226,14 +215,16 @@ cdef class Scheduler:
     cdef void advance(self, StepBuffers step, const int* planned) noexcept nogil:
         """Let the sequences of the open plan look as its result will leave them, the token that it draws unknown.
 
-        One whose drafts it checks, or that its result ends, is left out of the next plan.
+        Left out of the next plan is one whose drafts it checks, that its result ends, or that draws by its last token.
         """
         cdef int b, num_logits
         cdef Sequence* s
         for b in range(step.num_sequences):
             s = &self.sequences[planned[b]]
             num_logits = step.logits_offsets[b + 1] - step.logits_offsets[b]
-            s.is_awaited = num_logits > 1 or (num_logits == 1 and s.num_tokens + 1 == s.max_tokens)
+            s.is_awaited = num_logits > 1 or (
+                num_logits == 1 and (s.needs_last_token or s.num_tokens + 1 == s.max_tokens)
+            )
             if s.is_awaited or s.update.finish_reason:
                 continue
             s.num_ahead = step.query_offsets[b + 1] - step.query_offsets[b]
@@ -256,234 +247,13 @@ cdef class Scheduler:
                 self.rows.num_prefill_tokens += max(0, min(s.num_ahead, s.prefill_end - s.num_computed))
                 s.num_ahead = 0
 
-    cdef int schedule_all(self) except -1 nogil:
-        self.step.clear()
-        self.is_starved = False
-        self.num_admitted = self.num_prefills = self.num_preempted = self.num_passed = 0
-        self.num_drafts_planned = self.num_drafts_dropped = 0
-        self.is_overtaking_over = False
-        while self.first_deadline != EMPTY and self.sequences[self.first_deadline].deadline_ns <= self.now_ns:
-            self.end(self.first_deadline, DEADLINE)
-        self.rows.compact()
-        cdef int64_t num_prompt_tokens = self.find_prefills()
-        if self.rows.num_free:
-            num_prompt_tokens += self.waiting.num_tokens()
-        self.draft_budget = <int>max(0, self.max_num_batched_tokens - self.rows.num_running - num_prompt_tokens)
-        self.schedule_decodes()
-        self.schedule_prompts()
-        self.rows.compact()
-        return 0
-
-    cdef int64_t find_prefills(self) noexcept nogil:
-        """List the sequences that have not computed what they knew at admission; returns how much those can compute."""
-        cdef int i
-        cdef int64_t num_tokens = 0
-        cdef Sequence* s
-        if self.rows.num_prefill_tokens == 0:
-            return 0
-        for i in range(self.rows.num_running):
-            s = &self.sequences[self.rows.running[i]]
-            if s.num_computed < s.prefill_end:
-                self.prefills[self.num_prefills] = self.rows.running[i]
-                self.num_prefills += 1
-                num_tokens += s.prefill_end - s.num_computed if is_ready(s) else 0
-        return num_tokens
-
-    cdef int schedule_decodes(self) except -1 nogil:
-        """Plan one token for every decoding sequence, and its drafts where they cost no other sequence anything."""
-        cdef int i, num_draft, entry
-        cdef int num_running = self.rows.num_running
-        cdef Sequence* s
-        for i in range(num_running):
-            entry = self.rows.running[i]
-            s = &self.sequences[entry]
-            if not is_ready(s) or s.num_computed < s.prefill_end:
-                continue
-            if s.num_computed == s.num_blocks * self.block_size and not self.make_room(entry):
-                continue
-            if s.num_draft:
-                num_draft = min(
-                    s.num_draft, self.draft_budget - self.num_drafts_planned, self.num_draft_slots(s, num_running)
-                )
-                self.num_drafts_planned += num_draft
-                self.num_drafts_dropped += s.num_draft - num_draft
-                s.num_draft = num_draft
-            self.plan(entry, 1 + s.num_draft)
-        return 0
-
-    cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil:
-        """Slots behind its next token that it holds or that no running sequence can need in this step."""
-        cdef int num_blocks = s.num_blocks + (s.num_computed == s.num_blocks * self.block_size)
-        num_blocks += max(0, self.pool.num_free - num_running)
-        return num_blocks * self.block_size - s.num_computed - 1
-
-    cdef int schedule_prompts(self) except -1 nogil:
-        """Plan prompt chunks of running sequences, and admit what waits: before a sequence all of higher priority."""
-        cdef int i, num_blocks, num_reserved = 0
-        cdef Sequence* s
-        for i in range(self.num_prefills):
-            s = &self.sequences[self.prefills[i]]
-            if s.row >= 0:
-                num_reserved += self.rows.num_blocks_for(s.prefill_end) - s.num_blocks
-        for i in range(self.num_prefills):
-            s = &self.sequences[self.prefills[i]]
-            if not is_ready(s):
-                continue
-            self.schedule_admissions(s.priority, num_reserved)
-            num_blocks = s.num_blocks
-            self.schedule_prefill(self.prefills[i])
-            num_reserved -= s.num_blocks - num_blocks
-        self.schedule_admissions(INT32_MIN, num_reserved)
-        for i in range(self.num_passed):
-            self.waiting.put_back(self.passed[i])
-        return 0
-
-    cdef int schedule_prefill(self, int entry) except -1 nogil:
-        cdef Sequence* s = &self.sequences[entry]
-        cdef int num_tokens
-        if self.step.num_sequences == 0 and s.num_computed == self.rows.num_tokens_in_reach(s):
-            if not self.make_room(entry):
-                return 0
-        num_tokens = min(
-            s.num_tokens - s.num_computed,
-            self.max_num_batched_tokens - self.step.num_tokens,
-            self.rows.num_tokens_in_reach(s) - s.num_computed,
-        )
-        if num_tokens > 0:
-            self.plan(entry, num_tokens)
-        return 0
-
-    cdef int schedule_admissions(self, int above, int num_reserved) except -1 nogil:
-        """Give waiting requests of a priority above `above` rows as long as the blocks for all their tokens are free.
-
-        The blocks that running prompts need and one for every running sequence stay untouched: what is admitted into
-        them would soon be preempted. Only the last one admitted gets less than all its tokens, when the budget ends.
-        """
-        cdef int i, entry, num_free
-        cdef Sequence* s
-        if self.num_preempted:
-            return 0
-        while self.step.num_tokens < self.max_num_batched_tokens and not self.is_overtaking_over:
-            entry = self.waiting.pop(self.now_ns, above)
-            if entry < 0:
-                break
-            s = &self.sequences[entry]
-            if self.step.num_sequences == 0 and self.num_open == 0 and above == INT32_MIN:
-                # All rows are paused: they keep nobody from running.
-                self.preempt_paused(s)
-                num_free = self.pool.num_free
-            else:
-                num_free = self.pool.num_free - num_reserved - self.rows.num_running
-            # Every sequence takes a block, so nobody looks for hits while none is to be had.
-            if self.rows.num_free == 0 or num_free < 1 or self.rows.match(s) > num_free:
-                if self.num_open and self.step.num_sequences == 0:
-                    self.is_starved = True
-                self.passed[self.num_passed] = entry
-                self.num_passed += 1
-                self.is_overtaking_over = (
-                    self.rows.num_free == 0 or self.num_passed == MAX_OVERTAKEN or s.num_overtaken == MAX_OVERTAKEN
-                )
-                continue
-            self.admit(entry)
-            for i in range(self.num_passed):
-                self.sequences[self.passed[i]].num_overtaken += 1
-                if self.sequences[self.passed[i]].num_overtaken == MAX_OVERTAKEN:
-                    self.is_overtaking_over = True
-        return 0
-
-    cdef int admit(self, int entry) except -1 nogil:
-        cdef Sequence* s = &self.sequences[entry]
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= s.num_prompt
-        if s.update.first_scheduled_ns == 0:
-            s.update.first_scheduled_ns = self.now_ns
-        self.waiting.admit(entry, self.now_ns)
-        self.rows.insert(entry)
-        s.update.num_prompt_computed = min(s.num_computed, s.num_prompt)
-        if s.update.num_preemptions == 0:
-            s.update.num_cached = s.num_computed
-            self.waiting.charge(s.flow, s.num_prompt - s.num_computed)
-        self.admitted[self.num_admitted] = entry
-        self.num_admitted += 1
-        return self.plan(entry, min(s.num_tokens - s.num_computed, self.max_num_batched_tokens - self.step.num_tokens))
-
-    cdef int plan(self, int entry, int num_tokens) except -1 nogil:
-        """Add a sequence to the plan with its next `num_tokens` tokens, drafts included."""
-        cdef Sequence* s = &self.sequences[entry]
-        if s.num_computed + num_tokens > s.num_blocks * self.block_size:
-            self.rows.grow(s, s.num_computed + num_tokens)
-        self.planned_in(self.step_id)[self.step.num_sequences] = entry
-        s.num_planned += 1
-        self.step.add(s, self.rows.generations[s.row], self.rows.block_table(s), self.block_size, num_tokens)
-        return 0
-
-    # Preemption
-
-    cdef bint make_room(self, int entry) except -1 nogil:
-        """See that a block is free for a sequence; false when the sequence itself had to go, or has to wait until no
-        plan is open: none loses blocks that are in use."""
-        cdef int victim
-        if self.pool.num_free == 0 and self.num_open:
-            self.is_starved = True
-            return False
-        while self.pool.num_free == 0:
-            victim = self.pick_victim(&self.sequences[entry])
-            self.preempt(victim)
-            if victim == entry:
-                return False
-        return True
-
-    cdef int pick_victim(self, Sequence* s) noexcept nogil:
-        """The last paused sequence, else the last from `s` on that has a new token since its last preemption."""
-        cdef int i, with_progress = -1, without_progress = -1
-        cdef Sequence* victim
-        for i in range(self.rows.num_listed - 1, -1, -1):
-            victim = &self.sequences[self.rows.running[i]]
-            if victim.row < 0:
-                continue
-            if victim.is_paused:
-                return self.rows.running[i]
-            if is_before(victim, s):
-                continue
-            if victim.update.num_preemptions and victim.num_tokens == victim.prefill_end:
-                without_progress = max(without_progress, i)
-            else:
-                with_progress = max(with_progress, i)
-        return self.rows.running[with_progress if with_progress >= 0 else without_progress]
-
-    cdef int preempt_paused(self, Sequence* s) except -1 nogil:
-        """Preempt paused sequences from the end until `s` finds a row and blocks."""
-        cdef int i
-        for i in range(self.rows.num_listed - 1, -1, -1):
-            if self.rows.num_free and self.rows.match(s) <= self.pool.num_free:
-                break
-            self.preempt(self.rows.running[i])
-        self.rows.compact()
-        return 0
-
-    cdef int preempt(self, int entry) except -1 nogil:
-        """Take a sequence's row and blocks; it waits with its output so far as part of its prompt."""
-        cdef Sequence* s = &self.sequences[entry]
-        s.update.num_preemptions += 1
-        s.update.num_prompt_computed = 0
-        if s.num_tokens > s.prefill_end:
-            s.num_overtaken = 0  # it was served; one that gained nothing lets nobody more pass
-        self.release_row(s)
-        s.num_computed = s.num_draft = 0
-        self.num_preempted += 1
-        return self.wait(entry)
-
-    cdef int release_row(self, Sequence* s) except -1 nogil:
-        self.num_paused -= s.is_paused
-        return self.rows.release(s)
-
     # Apply
 
     def apply(self, result):
         if not self.num_open:
             raise ValueError("there is no plan to apply a result to")
         cdef int64_t step_id = self.step_id - self.num_open + 1
-        cdef StepBuffers step = self.steps[step_id % len(self.steps)]
+        cdef StepBuffers step = self.step_of(step_id)
         if result is None:
             if step.num_sequences:
                 raise ValueError(f"plan {step_id} has {step.num_sequences} sequences and needs a result")
@@ -502,9 +272,9 @@ cdef class Scheduler:
         return step.update(step_id, self.draft_state())
 
     cdef object draft_state(self):
-        if self.num_drafts_planned or not self.num_drafts_dropped:
+        if self.planner.num_drafts_planned or not self.planner.num_drafts_dropped:
             return DraftState.ACTIVE
-        return DraftState.CACHE_PRESSURE if self.draft_budget else DraftState.PREFILL_PRESSURE
+        return DraftState.CACHE_PRESSURE if self.planner.draft_budget else DraftState.PREFILL_PRESSURE
 
     cdef int apply_all(self, StepBuffers step, const int* planned) except -1 nogil:
         """Commit the planned sequences in order, then report those that a cancel or a deadline ended."""
@@ -541,7 +311,7 @@ cdef class Scheduler:
         for i in range(self.num_ended):
             s = &self.sequences[self.ended[i]]
             if s.row >= 0 and s.num_planned == 0:
-                self.release_row(s)
+                self.planner.release_row(self.ended[i])
         self.rows.compact()
         return 0
 
@@ -563,7 +333,7 @@ cdef class Scheduler:
 
     @property
     def has_work(self):
-        return self.rows.num_running > self.num_paused or self.waiting.size > 0 or self.num_ended > 0
+        return self.rows.num_running > self.planner.num_paused or self.waiting.size > 0 or self.num_ended > 0
 
     @property
     def next_deadline_ns(self):
@@ -572,19 +342,19 @@ cdef class Scheduler:
     def load(self):
         return SchedulerLoad(
             num_running=self.rows.num_running,
-            num_waiting=self.num_waiting,
-            num_waiting_tokens=self.num_waiting_tokens,
-            num_paused=self.num_paused,
-            num_free_blocks=self.pool.num_free,
+            num_waiting=self.planner.num_waiting,
+            num_waiting_tokens=self.planner.num_waiting_tokens,
+            num_paused=self.planner.num_paused,
+            num_free_blocks=self.rows.pool.num_free,
             num_cached_blocks=self.prefix_cache.num_cached,
-            num_blocks=self.pool.num_blocks,
+            num_blocks=self.rows.pool.num_blocks,
         )
 
     def check_invariants(self):
         cdef Sequence* s
         self.rows.check_invariants()
         self.waiting.check_invariants()
-        num_waiting = num_waiting_tokens = num_schedulable = num_paused = num_deadlines = num_rows = 0
+        num_waiting = num_waiting_tokens = num_paused = num_deadlines = num_rows = 0
         assert len(self.table.entries) + self.table.num_free == self.table.capacity, "an entry is lost"
         for entry in self.table.entries.values():
             s = &self.sequences[entry]
@@ -604,10 +374,13 @@ cdef class Scheduler:
                 assert s.num_blocks == 0, "a waiting sequence holds blocks"
                 num_waiting += 1
                 num_waiting_tokens += s.num_prompt
-                num_schedulable += not s.is_paused and s.leader < 0
+                if self.waiting.holds(entry):
+                    assert s.leader < 0, "an output waits beside its leader"
+                    assert not s.is_paused or s.num_overtaken == MAX_OVERTAKEN, "a paused sequence waits for a row"
+                else:
+                    assert s.is_paused or s.leader >= 0, "the waiting queue has lost a request"
         assert num_rows == self.rows.num_running, "a row is lost"
-        assert num_paused == self.num_paused, "num_paused is wrong"
-        assert num_waiting == self.num_waiting, "num_waiting is wrong"
-        assert num_waiting_tokens == self.num_waiting_tokens, "num_waiting_tokens is wrong"
-        assert num_schedulable == self.waiting.size, "the waiting queue has lost or kept a request"
+        assert num_paused == self.planner.num_paused, "num_paused is wrong"
+        assert num_waiting == self.planner.num_waiting, "num_waiting is wrong"
+        assert num_waiting_tokens == self.planner.num_waiting_tokens, "num_waiting_tokens is wrong"
         assert num_deadlines == self.deadlines.size, "the deadlines have lost or kept a request"

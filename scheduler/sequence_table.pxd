@@ -22,6 +22,7 @@ cdef struct SequenceUpdate:  # memory layout of step.SEQUENCE_UPDATE, which docu
     int32_t num_recomputed
     int16_t step_kind
     int16_t finish_reason
+    int16_t drafter
 
 
 cdef struct Sequence:
@@ -50,10 +51,13 @@ cdef struct Sequence:
     int32_t num_hashed_blocks  # leading blocks of its tokens in block_hashes
     int32_t num_scored  # leading prompt tokens that are scored, or need not be
     int32_t num_draft  # draft tokens behind its last token
+    int16_t drafter  # who proposed them
     int32_t leader  # entry of the output of the same request that computes the prompt for it; -1 once it has or ended
     int32_t follower  # next one that waits for the same leader, or of the leader the first; -1 for none
-    int32_t num_overtaken  # requests behind it that were admitted while it did not fit
+    int32_t num_overtaken  # requests behind it that were admitted while it did not fit, or any while it was paused
+    int64_t num_admitted_before  # of all requests, when it last paused without a row
     bint bypasses_cache
+    bint needs_last_token  # Request.needs_last_token
     bint is_paused
     int32_t num_planned  # plans without a result yet that it is part of
     int32_t num_ahead  # while the next plan is made: tokens of the open one that it looks as if it had computed

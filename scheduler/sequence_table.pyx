@@ -60,6 +60,7 @@ cdef class SequenceTable:
         s.token_ids = <int32_t*>malloc(max_tokens * sizeof(int32_t))
         s.stop_token_ids = <int32_t*>malloc((len(stop) + 1) * sizeof(int32_t))
         s.bypasses_cache = request.bypass_prefix_cache
+        s.needs_last_token = request.needs_last_token
         if not s.bypasses_cache:
             s.block_hashes = <Hash128*>malloc((max_tokens // self.cache.block_size + 1) * sizeof(Hash128))
         if s.token_ids == NULL or s.stop_token_ids == NULL or (s.block_hashes == NULL and not s.bypasses_cache):

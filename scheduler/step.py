@@ -13,7 +13,7 @@ Plan and update arrays are views of buffers that the scheduler reuses: they are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -142,10 +142,13 @@ class Drafts:
         offsets: `[B + 1]` drafts of sequence b are `offsets[b]:offsets[b + 1]`; only a sequence that has tokens in the
             same result can have drafts, which follow the last of them.
         token_ids: `[D]`.
+        drafters: `[B]` who proposed each sequence's drafts, as an index of the device's drafters; None for
+            0 everywhere.
     """
 
     offsets: Int32Array
     token_ids: Int32Array
+    drafters: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,20 @@ class TokenScores:
 
 
 @dataclass(frozen=True, slots=True)
+class StepForecast:
+    """What the device expected of a step that only generates. All 0 where it expected nothing.
+
+    Attributes:
+        model_duration_ns: time of the step in the target model and sampling.
+        undrafted_duration_ns: time in which the tokens that came out would have come out without drafts; 0 also for a
+            step that checked none.
+    """
+
+    model_duration_ns: int = 0
+    undrafted_duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the device computed for a plan. Sequence order is the plan's.
 
@@ -199,6 +216,7 @@ class StepResult:
         draft_state: whether the device proposes at present.
         scores: of the N tokens, zero where the request did not ask; None when none did.
         prompt_scores: of the P prompt tokens; None when there are none.
+        forecast: what the device expected of the step before it ran.
     """
 
     step_id: int
@@ -213,6 +231,7 @@ class StepResult:
     constraint_reasons: Int32Array | None = None
     scores: TokenScores | None = None
     prompt_scores: TokenScores | None = None
+    forecast: StepForecast = field(default_factory=StepForecast)
 
 
 SEQUENCE_UPDATE = np.dtype(
@@ -231,6 +250,7 @@ SEQUENCE_UPDATE = np.dtype(
         ("num_recomputed", np.int32),  # tokens computed again after preemptions, so far
         ("step_kind", np.int16),  # StepKind
         ("finish_reason", np.int16),  # FinishReason
+        ("drafter", np.int16),  # of the draft tokens checked in this step, as in `Drafts.drafters`; 0 without any
     ],
     align=True,
 )

@@ -45,6 +45,7 @@ cdef class StepBuffers:
     cdef const int32_t* constraint_reasons  # NULL without any
     cdef const int32_t* draft_offsets  # NULL without drafts
     cdef const int32_t* draft_token_ids
+    cdef const int32_t* drafters  # NULL for all 0
 
     cdef void clear(self) noexcept nogil  # an empty plan
     # Add the next num_tokens tokens of a sequence, whose blocks hold them, to the plan; of its block table what is news.

@@ -242,7 +242,7 @@ cdef class StepBuffers:
         return self.read_drafts(result.drafts)
 
     cdef int read_drafts(self, object drafts) except -1:
-        self.draft_offsets = NULL
+        self.draft_offsets = self.drafters = NULL
         if drafts is None:
             return 0
         cdef int b, num_sequences = self.num_sequences
@@ -265,6 +265,10 @@ cdef class StepBuffers:
         i = first_negative(ids, num_tokens)
         if i >= 0:
             raise ValueError(f"result.drafts.token_ids[{i}] must not be negative, got {ids[i]}")
+        if drafts.drafters is not None:
+            self.drafters = int32_data(
+                checked("result.drafts.drafters", drafts.drafters, cnp.NPY_INT32, "int32", num_sequences)
+            )
         self.draft_offsets = starts
         self.draft_token_ids = ids
         return 0

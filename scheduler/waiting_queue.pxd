@@ -23,6 +23,7 @@ cdef struct Flow:
     int cost_per_token  # falls with the tenant's weight
     int level
     int num_requests  # active ones, whatever their state
+    int num_rows  # that these hold
     int first  # root of its requests in the queue, by arrival
 
 
@@ -57,9 +58,13 @@ cdef class WaitingQueue:
     cdef void close_flow(self, int flow) noexcept  # for one request fewer
     cdef int push(self, int entry, int64_t now_ns) except -1 nogil
     cdef int remove(self, int entry) except -1 nogil  # nothing happens when it is not in the queue
-    cdef int pop(self, int64_t now_ns, int above) except -2 nogil  # the first entry of a priority above this, else -1
+    cdef bint holds(self, int entry) noexcept nogil
+    cdef int first(self, int64_t now_ns, int above) except -2 nogil  # entry of a priority above this; -1 for none
+    cdef int pop(self, int64_t now_ns, int above) except -2 nogil  # take it out
+    cdef int first_overdue(self, int64_t now_ns, int priority) except -2 nogil  # see below; -1 for none
     cdef int put_back(self, int entry) except -1 nogil  # what was popped and is not admitted
-    cdef void admit(self, int entry, int64_t now_ns) noexcept nogil  # what was popped: its level starts to wait anew
+    cdef void admit(self, int entry, int64_t now_ns) noexcept nogil  # gets a row: its level starts to wait anew
+    cdef void release(self, int entry) noexcept nogil  # has lost its row
     cdef void charge(self, int flow, int num_tokens) noexcept nogil
     cdef int64_t num_tokens_before(self, object tenant, int priority)  # that go before a new request for certain
     cdef int64_t num_tokens(self) noexcept nogil

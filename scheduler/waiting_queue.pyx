@@ -113,9 +113,12 @@ cdef class WaitingQueue:
                     break
         return 0
 
-    cdef int pop(self, int64_t now_ns, int above) except -2 nogil:
+    cdef bint holds(self, int entry) noexcept nogil:
+        return self.entries.is_member(entry)
+
+    cdef int first(self, int64_t now_ns, int above) except -2 nogil:
         """Of two levels with one rank the one that has waited longer to get there goes first: the lower one."""
-        cdef int i, level, entry, best = -1
+        cdef int i, level, best = -1
         cdef int64_t rank, best_rank = 0
         for i in range(self.num_waiting_levels):
             level = self.waiting_levels[i]
@@ -124,17 +127,32 @@ cdef class WaitingQueue:
                 continue
             if best < 0 or rank > best_rank or (rank == best_rank and level < best):
                 best, best_rank = level, rank
-        if best < 0:
-            return -1
-        entry = self.flows[self.settle(&self.levels[best])].first
-        self.remove(entry)
+        return self.flows[self.settle(&self.levels[best])].first if best >= 0 else -1
+
+    cdef int pop(self, int64_t now_ns, int above) except -2 nogil:
+        cdef int entry = self.first(now_ns, above)
+        if entry >= 0:
+            self.remove(entry)
         return entry
+
+    cdef int first_overdue(self, int64_t now_ns, int priority) except -2 nogil:
+        """The next entry of a priority that has been passed over until it aged, if its tenant holds no row of it."""
+        cdef Level* level = &self.levels[priority - MIN_PRIORITY]
+        cdef int flow
+        if level.first == EMPTY or now_ns - level.waits_since_ns < self.aging_ns:
+            return -1
+        flow = self.settle(level)
+        return self.flows[flow].first if self.flows[flow].num_rows == 0 else -1
 
     cdef void admit(self, int entry, int64_t now_ns) noexcept nogil:
         cdef Flow* flow = &self.flows[self.sequences[entry].flow]
         cdef Level* level = &self.levels[flow.level]
         level.waits_since_ns = now_ns
         level.virtual_time = max(level.virtual_time, flow.service)
+        flow.num_rows += 1
+
+    cdef void release(self, int entry) noexcept nogil:
+        self.flows[self.sequences[entry].flow].num_rows -= 1
 
     cdef inline void charge(self, int flow, int num_tokens) noexcept nogil:
         self.flows[flow].service += <int64_t>num_tokens * self.flows[flow].cost_per_token
@@ -175,16 +193,19 @@ cdef class WaitingQueue:
     cdef int check_invariants(self) except -1:
         cdef int i, entry, flow
         requests = {}
+        rows = {}
         queued = {}
         for entry in self.table.entries.values():
             flow = self.sequences[entry].flow
             requests[flow] = requests.get(flow, 0) + 1
+            rows[flow] = rows.get(flow, 0) + (self.sequences[entry].row >= 0)
             if self.entries.is_member(entry):
                 queued.setdefault(flow, []).append(entry)
         assert self.size == self.entries.size == sum(map(len, queued.values())), "a request is lost"
         assert len(self.flow_of) + self.num_free == self.entries.capacity, "a flow is lost"
         for flow in self.flow_of.values():
             assert self.flows[flow].num_requests == requests.get(flow, 0), "a flow has lost or kept a request"
+            assert self.flows[flow].num_rows == rows.get(flow, 0), "a flow has lost or kept a row"
             num_tokens = sum([self.sequences[entry].num_tokens for entry in queued.get(flow, [])])
             assert self.flows[flow].num_tokens == num_tokens, "num_tokens of a flow is wrong"
             assert (self.flows[flow].first == EMPTY) == (flow not in queued), "a flow lacks its first request"

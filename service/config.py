@@ -101,7 +101,13 @@ class ServerConfig:
     )
 
     speculation: str = _setting(
-        "speculation", Choice("auto", "off", "ngram"), "auto", "auto drafts where it pays, ngram always, off never"
+        "speculation",
+        Choice("auto", "off", "ngram", "suffix", "hybrid", "draft-model"),
+        "auto",
+        "auto drafts where it pays, off never, a drafter always",
+    )
+    draft_model: str | None = _setting(
+        "speculation", Text("PATH"), None, "GGUF file or Hugging Face folder of a smaller model that drafts"
     )
     max_draft_tokens: int = _setting(
         "speculation", Integer(1, 16), 6, "drafts of a sequence that a step checks at most"

@@ -191,6 +191,7 @@ def engine_config(config: ServerConfig, checkpoint: Checkpoint) -> EngineConfig:
         max_num_waiting_tokens=config.max_num_waiting_tokens,
         tenant_weights=config.tenant_weights,
         speculation=config.speculation,
+        draft_model_path=config.draft_model or "",
         max_draft_tokens=config.max_draft_tokens,
         log_level=config.log_level,
         log_json=config.has_json_log,

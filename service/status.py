@@ -44,6 +44,12 @@ class RpcCancelled(errors.ForewordError):
     reason = "CANCELLED"
 
 
+class ResponseTooLarge(errors.ForewordError):
+    """What was asked for does not fit one message."""
+
+    reason = "RESPONSE_TOO_LARGE"
+
+
 @dataclass(frozen=True, slots=True)
 class _Mapping:
     """How a kind of error appears on the wire.
@@ -101,6 +107,7 @@ _MAPPINGS: dict[type[errors.ForewordError], _Mapping] = {
     MalformedRequest: _Mapping(_Code.INVALID_ARGUMENT),
     RpcDeadlineExceeded: _Mapping(_Code.DEADLINE_EXCEEDED),
     RpcCancelled: _Mapping(_Code.CANCELLED),
+    ResponseTooLarge: _Mapping(_Code.RESOURCE_EXHAUSTED),
 }
 
 

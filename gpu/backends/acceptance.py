@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.gpu.backends.sampling import Samples
-from foreword.scheduler.step import BoolArray, Float32Array, Int32Array
+from foreword.scheduler.step import BoolArray, Float32Array, Int32Array, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class AcceptedTokens:
         token_ids: `[N]`.
         logprobs: `[N]`; 0 where not asked for.
         failed: `[B]` sequences whose first row cannot be sampled.
+        scores: of the N tokens, zero where not asked for; None when none are.
     """
 
     offsets: Int32Array
@@ -36,6 +37,7 @@ class AcceptedTokens:
     token_ids: Int32Array
     logprobs: Float32Array
     failed: BoolArray
+    scores: TokenScores | None = None
 
     def first(self, counts: Int32Array) -> AcceptedTokens:
         """Keep the first `counts` `[B]` tokens of each sequence, or all where it has no more."""
@@ -49,6 +51,7 @@ class AcceptedTokens:
             self.token_ids[is_kept],
             self.logprobs[is_kept],
             self.failed,
+            self.scores and self.scores.take(is_kept),
         )
 
 
@@ -78,3 +81,23 @@ def accept(samples: Samples, input_ids: Int32Array, logits_offsets: Int32Array) 
         samples.logprobs[logits_rows],
         failed,
     )
+
+
+def spread(scores: TokenScores, is_scored: BoolArray) -> TokenScores:
+    """Scores of all tokens from those of some, zero for the others.
+
+    Args:
+        scores: of the tokens that are scored.
+        is_scored: which those are.
+    """
+    if is_scored.all():
+        return scores
+    # An extra entry of zeros stands for the others.
+    padded = TokenScores(
+        np.append(scores.logprobs, np.float32(0)),
+        np.append(scores.ranks, np.int32(0)),
+        scores.num_top,
+        np.append(scores.top_token_ids, np.zeros(scores.num_top, np.int32)),
+        np.append(scores.top_logprobs, np.zeros(scores.num_top, np.float32)),
+    )
+    return padded.take(np.where(is_scored, np.cumsum(is_scored) - 1, len(scores.ranks)))

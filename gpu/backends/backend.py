@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.gpu.backends.acceptance import AcceptedTokens, accept
+from foreword.gpu.backends.acceptance import AcceptedTokens, accept, spread
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.batch import A, Batch
 from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
@@ -128,7 +128,10 @@ class Backend(ABC, Generic[A]):
 
     @abstractmethod
     def upload(self, plan: StepPlan, cache: KVCache[A]) -> Batch[A]:
-        """Apply the plan's block-table updates to the cache and copy its tokens to the device."""
+        """Apply the plan's block-table updates to the cache and copy its tokens to the device.
+
+        The plan's arrays may change once this returns.
+        """
 
     def compute(self, model: Callable[[Batch[A]], A], batch: Batch[A]) -> A:
         """Run a model on a batch; a device may record it once and repeat the recording for batches of the same size.
@@ -212,20 +215,49 @@ class Backend(ABC, Generic[A]):
         """Draw a token from each row of logits `[L, V]`, the head's product, by the rule of `sampling`."""
 
     def sample_and_accept(
-        self, logits: A, params: SamplingBatch, input_ids: Int32Array, logits_offsets: Int32Array
-    ) -> AcceptedTokens:
+        self,
+        logits: A,
+        params: SamplingBatch,
+        input_ids: Int32Array,
+        logits_offsets: Int32Array,
+        rows: Int32Array | None = None,
+    ) -> Callable[[], AcceptedTokens]:
         """Draw a token from each row of logits and accept drafts while they equal what was drawn; see `acceptance`.
+
+        A device that works asynchronously begins it.
 
         Args:
             logits: `[L, V]`, the head's product.
             params: of each row.
             input_ids: `[L]` the token that each row follows.
-            logits_offsets: `[B + 1]` rows of each sequence.
+            logits_offsets: `[B + 1]` rows of logits of each sequence.
+            rows: `[B]` of the block table. The last token that comes out of each is what -1 means in its next plan, on
+                a device whose plans are made ahead; None keeps none.
+
+        Returns:
+            waits for the tokens.
         """
-        return accept(self.sample(logits, params), input_ids, logits_offsets)
+        tokens = accept(self.sample(logits, params), input_ids, logits_offsets)
+        if params.want_scores is not None and (is_scored := params.want_scores[tokens.logits_rows]).any():
+            scored = (tokens.logits_rows[is_scored], tokens.token_ids[is_scored])
+            tokens = replace(tokens, scores=spread(self.score(logits, *scored, params.num_top)(), is_scored))
+        return lambda: tokens
+
+    def compute_and_accept(
+        self,
+        model: Callable[[Batch[A]], A],
+        batch: Batch[A],
+        params: SamplingBatch,
+        input_ids: Int32Array,
+        logits_offsets: Int32Array,
+        rows: Int32Array,
+    ) -> Callable[[], AcceptedTokens]:
+        """`compute` and `sample_and_accept` as one, for a batch whose logits are all drawn from."""
+        logits = self.compute(model, batch)
+        return self.sample_and_accept(logits[: len(input_ids)], params, input_ids, logits_offsets, rows)  # type: ignore[index]
 
     @abstractmethod
-    def score(self, logits: A, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+    def score(self, logits: A, rows: Int32Array, token_ids: Int32Array, num_top: int) -> Callable[[], TokenScores]:
         """Say how probable given tokens are under softmax(logits), and which are the most probable.
 
         Args:
@@ -233,4 +265,7 @@ class Backend(ABC, Generic[A]):
             rows: `[M]` of the logits. In a row with NaN the log probabilities are NaN.
             token_ids: `[M]` of the vocabulary, one for each of the rows.
             num_top: most probable tokens wanted of each row, at most V.
+
+        Returns:
+            waits for the scores.
         """

@@ -9,7 +9,8 @@ it when a model is loaded), products are computed in tiles of one size, which co
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,13 @@ ONEDNN_MULTIPLICATIONS = 16**3
 TILE_ROWS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class CpuKVCache(KVCache[torch.Tensor]):
+    """The cache with a description of every layer for the kernels, made once."""
+
+    layers: tuple[cpu_kernels.PagedCache, ...]
+
+
 class CpuBackend(Backend[torch.Tensor]):
     """PyTorch tensors on the CPU.
 
@@ -39,14 +47,24 @@ class CpuBackend(Backend[torch.Tensor]):
 
     device = "cpu"
 
-    def __init__(self, dtype: str, num_threads: int) -> None:
-        """Set the number of threads of the process's parallel regions, PyTorch's and the kernels'."""
+    def __init__(self, dtype: str, num_threads: int, attention_kernel: str = cpu_kernels.ATTENTION_KERNELS[0]) -> None:
+        """Set the number of threads of the process's parallel regions, PyTorch's and the kernels'.
+
+        Args:
+            dtype: one of `DTYPES`.
+            num_threads: threads that compute.
+            attention_kernel: one of `cpu_kernels.ATTENTION_KERNELS`; they differ in nothing but rounding.
+        """
+        if attention_kernel not in cpu_kernels.ATTENTION_KERNELS:
+            known = ", ".join(cpu_kernels.ATTENTION_KERNELS)
+            raise ValueError(f"attention_kernel must be one of {known}, got {attention_kernel!r}")
         torch.set_num_threads(num_threads)
         self.device_name = processor_name()
         self.dtype = dtype
         self._dtype = DTYPES[dtype]
         self._bf16 = dtype == "bfloat16"
         self._num_threads = num_threads
+        self._attention_kernel = attention_kernel
         self._scratch = torch.empty(0)
         self.is_tiled = False
 
@@ -87,12 +105,23 @@ class CpuBackend(Backend[torch.Tensor]):
         pages = (shape.num_layers, shape.num_blocks, shape.num_kv_heads)
         size = shape.num_layers * shape.num_blocks * shape.num_kv_heads * shape.head_dim * shape.block_size
         keys = torch.empty(size, dtype=self._dtype)
-        values = torch.empty(size + lanes, dtype=self._dtype)[:size]
-        return KVCache(
+        values = torch.empty(size + cpu_kernels.WIDEST_LANES, dtype=self._dtype)[:size]
+        layer_bytes = size // shape.num_layers * keys.element_size()
+        return CpuKVCache(
             shape,
             keys.view(*pages, shape.head_dim, shape.block_size),
             values.view(*pages, shape.block_size, shape.head_dim),
             torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32),
+            tuple(
+                cpu_kernels.PagedCache(
+                    keys.data_ptr() + layer * layer_bytes,
+                    values.data_ptr() + layer * layer_bytes,
+                    shape.block_size,
+                    shape.num_kv_heads,
+                    shape.head_dim,
+                )
+                for layer in range(shape.num_layers)
+            ),
         )
 
     def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
@@ -128,7 +157,8 @@ class CpuBackend(Backend[torch.Tensor]):
         return out
 
     def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
-        rows, padded = len(x), self._padded_rows(len(x), weight.weight)
+        rows = x.shape[0]
+        padded = self._padded_rows(rows, weight.weight)
         if rows != padded:
             x = F.pad(x, (0, 0, 0, padded - rows))
         if self.is_tiled and padded > TILE_ROWS:
@@ -148,6 +178,7 @@ class CpuBackend(Backend[torch.Tensor]):
         cache: KVCache[torch.Tensor],
         layer: int,
     ) -> torch.Tensor:
+        assert isinstance(cache, CpuKVCache)
         num_tokens, width = qkv.shape
         num_heads = width // cache.shape.head_dim - 2 * cache.shape.num_kv_heads
         cpu_kernels.rotate_and_store(
@@ -156,7 +187,7 @@ class CpuBackend(Backend[torch.Tensor]):
             rotary.sin.data_ptr(),
             batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(),
-            _layer_cache(cache, layer),
+            cache.layers[layer],
             num_tokens,
             num_heads,
             self._bf16,
@@ -173,6 +204,7 @@ class CpuBackend(Backend[torch.Tensor]):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
+        assert isinstance(cache, CpuKVCache)
         num_tokens, width = queries.shape
         out = torch.empty(num_tokens, width, dtype=self._dtype)
         cpu_kernels.attention(
@@ -182,13 +214,14 @@ class CpuBackend(Backend[torch.Tensor]):
             batch.token_rows.data_ptr(),
             cache.block_table.data_ptr(),
             cache.shape.max_blocks_per_sequence,
-            _layer_cache(cache, layer),
+            cache.layers[layer],
             out.data_ptr(),
             num_tokens,
             width // cache.shape.head_dim,
             scale,
             window or 0,
             self._bf16,
+            self._attention_kernel,
             self._num_threads,
         )
         return out
@@ -220,7 +253,9 @@ class CpuBackend(Backend[torch.Tensor]):
         )
         return samples
 
-    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+    def score(
+        self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int
+    ) -> Callable[[], TokenScores]:
         scores = TokenScores(
             np.empty(len(rows), np.float32),
             np.empty(len(rows), np.int32),
@@ -230,7 +265,7 @@ class CpuBackend(Backend[torch.Tensor]):
         )
         is_bf16 = logits.dtype == torch.bfloat16
         cpu_kernels.score(logits.data_ptr(), logits.shape[1], is_bf16, rows, token_ids, scores, self._num_threads)
-        return scores
+        return lambda: scores
 
     def _tensor(self, values: Float32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype, copy=True)
@@ -238,17 +273,6 @@ class CpuBackend(Backend[torch.Tensor]):
 
 def _copy(array: Int32Array) -> torch.Tensor:
     return torch.from_numpy(array.copy())
-
-
-def _layer_cache(cache: KVCache[torch.Tensor], layer: int) -> cpu_kernels.PagedCache:
-    shape = cache.shape
-    return cpu_kernels.PagedCache(
-        cache.keys[layer].data_ptr(),
-        cache.values[layer].data_ptr(),
-        shape.block_size,
-        shape.num_kv_heads,
-        shape.head_dim,
-    )
 
 
 def processor_name() -> str:

@@ -84,6 +84,27 @@ INLINE uint16_t float_to_half(float value) {
 /* ---- activations ----------------------------------------------------------------------------------------------- */
 
 typedef int8_t bytes __attribute__((vector_size(8)));
+typedef float four_floats __attribute__((vector_size(16)));
+typedef int32_t four_ints __attribute__((vector_size(16)));
+
+/* Reductions whose order does not matter, in halves. */
+INLINE float largest(floats v) {
+    four_floats a, b;
+    memcpy(&a, &v, sizeof a);
+    memcpy(&b, (const char *)&v + sizeof a, sizeof b);
+    four_ints greater = a > b;
+    a = (four_floats)((greater & (four_ints)a) | (~greater & (four_ints)b));
+    float x = a[0] > a[1] ? a[0] : a[1], y = a[2] > a[3] ? a[2] : a[3];
+    return x > y ? x : y;
+}
+
+INLINE int32_t sum_of(ints v) {
+    four_ints a, b;
+    memcpy(&a, &v, sizeof a);
+    memcpy(&b, (const char *)&v + sizeof a, sizeof b);
+    a += b;
+    return a[0] + a[1] + (a[2] + a[3]);
+}
 
 /* Quantise the first `count` of 32 values. Where one is not finite, nothing of the group is, nor any result. */
 INLINE void store_int8_group(int8_group *group, const floats values[GROUP / LANES], int64_t count) {
@@ -95,7 +116,7 @@ INLINE void store_int8_group(int8_group *group, const floats values[GROUP / LANE
         high = choose(valid & (values[i] > high), values[i], high);
         broken |= valid & (((ints)values[i] & 0x7fffffff) >= 0x7f800000);
     }
-    float first = -lane_max(-low), scale = (lane_max(high) - first) / 255.0f;
+    float first = -largest(-low), scale = (largest(high) - first) / 255.0f;
     float inverse = scale > FLT_MIN ? 1.0f / scale : 0.0f;
     const float round = 12582912.0f; /* as in exp_of */
     ints sums = {0};
@@ -106,11 +127,9 @@ INLINE void store_int8_group(int8_group *group, const floats values[GROUP / LANE
         bytes narrow = __builtin_convertvector(code, bytes);
         memcpy(group->codes + i * LANES, &narrow, sizeof narrow);
     }
-    int32_t sum = 0, any = 0;
-    for (int i = 0; i < LANES; i++) sum += sums[i], any |= broken[i];
-    group->scale = any ? NAN : scale;
+    group->scale = sum_of(broken) ? NAN : scale;
     group->base = first + 128.0f * scale;
-    group->sum = scale * (float)sum + group->base * (float)count;
+    group->sum = scale * (float)sum_of(sums) + group->base * (float)count;
 }
 
 /* x [width], bfloat16 -> groups [width / 32, rounded up]. */
@@ -271,6 +290,99 @@ VNNI INLINE void tile_vnni(const uint8_t *panels, int64_t stride, int64_t groups
 }
 #endif
 
+#if HAVE_X86
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+
+enum { VECTOR = 32, HALVES = PANEL / 8, STEPS = GROUP / QUAD }; /* bytes of a vector; vectors of a panel's outputs */
+
+/* Codes of 4 bits: a byte each, then products of them and the inputs added up in 16 bits, where 16 of at most
+ * 15 * 128 have room. */
+AVX2 INLINE void unpack_4_bits(const uint8_t *codes, __m256i unpacked[][HALVES]) {
+    const __m256i low_half = _mm256_set1_epi8(15);
+    for (int step = 0; step < STEPS; step += 2)
+        for (int h = 0; h < HALVES; h++) {
+            __m256i both = _mm256_loadu_si256((const __m256i *)(codes + step / 2 * PANEL * QUAD + h * VECTOR));
+            unpacked[step][h] = _mm256_and_si256(both, low_half);
+            unpacked[step + 1][h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+        }
+}
+
+AVX2 INLINE void dot_4_bits(const __m256i unpacked[][HALVES], const int8_t *inputs, __m256i dot[HALVES]) {
+    __m256i sum[HALVES] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int step = 0; step < STEPS; step++) {
+        int32_t quad;
+        memcpy(&quad, inputs + step * QUAD, sizeof quad);
+        __m256i input = _mm256_set1_epi32(quad);
+        for (int h = 0; h < HALVES; h++)
+            sum[h] = _mm256_add_epi16(sum[h], _mm256_maddubs_epi16(unpacked[step][h], input));
+    }
+    for (int h = 0; h < HALVES; h++) dot[h] = _mm256_madd_epi16(sum[h], _mm256_set1_epi16(1));
+}
+
+/* Codes of 8 bits: 16 bits each, because products of bytes would saturate; four outputs to a vector. */
+AVX2 INLINE void unpack_8_bits(const uint8_t *codes, __m256i unpacked[][2 * HALVES]) {
+    for (int step = 0; step < STEPS; step++)
+        for (int h = 0; h < 2 * HALVES; h++)
+            unpacked[step][h] = _mm256_cvtepu8_epi16(
+                _mm_loadu_si128((const __m128i *)(codes + step * PANEL * QUAD + h * (VECTOR / 2))));
+}
+
+AVX2 INLINE void dot_8_bits(const __m256i unpacked[][2 * HALVES], const int8_t *inputs, __m256i dot[HALVES]) {
+    __m256i sum[2 * HALVES];
+    int16_t wide[GROUP];
+    for (int i = 0; i < GROUP; i += 16)
+        _mm256_storeu_si256((__m256i *)(wide + i), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(inputs + i))));
+    for (int h = 0; h < 2 * HALVES; h++) sum[h] = _mm256_setzero_si256();
+    for (int step = 0; step < STEPS; step++) {
+        int64_t quad;
+        memcpy(&quad, wide + step * QUAD, sizeof quad);
+        __m256i input = _mm256_set1_epi64x(quad);
+        for (int h = 0; h < 2 * HALVES; h++)
+            sum[h] = _mm256_add_epi32(sum[h], _mm256_madd_epi16(unpacked[step][h], input));
+    }
+    for (int h = 0; h < HALVES; h++)
+        dot[h] = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sum[2 * h], sum[2 * h + 1]), 0xd8);
+}
+
+AVX2 INLINE void tile_avx2(const uint8_t *panels, int64_t stride, int64_t groups, const int8_group *x, int rows,
+                           int wide, int bits, float sums[][PAIR * PANEL]) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < wide * PANEL; i++) sums[r][i] = 0.0f;
+    for (int64_t g = 0; g < groups; g++)
+        for (int p = 0; p < wide; p++) {
+            const uint8_t *codes = panels + p * stride + g * code_bytes(bits);
+            const panel_scales *scales = scales_of(panels + p * stride, groups, bits) + g;
+            __m256i four[STEPS][HALVES], eight[STEPS][2 * HALVES];
+            __m256 scale[HALVES], offset[HALVES], total[HALVES];
+            if (bits == 8)
+                unpack_8_bits(codes, eight);
+            else
+                unpack_4_bits(codes, four);
+            for (int h = 0; h < HALVES; h++) {
+                scale[h] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales->scale + h));
+                offset[h] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales->offset + h));
+                __m256i sum = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)scales->sum + h));
+                total[h] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scale[h]);
+            }
+            for (int r = 0; r < rows; r++) {
+                const int8_group *input = &x[r * groups + g];
+                __m256i dot[HALVES];
+                if (bits == 8)
+                    dot_8_bits(eight, input->codes, dot);
+                else
+                    dot_4_bits(four, input->codes, dot);
+                for (int h = 0; h < HALVES; h++) {
+                    float *to = sums[r] + p * PANEL + h * 8;
+                    __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[h]), _mm256_set1_ps(input->scale));
+                    __m256 sum = _mm256_fmadd_ps(scaled, scale[h], _mm256_loadu_ps(to));
+                    sum = _mm256_fmadd_ps(total[h], _mm256_set1_ps(input->base), sum);
+                    _mm256_storeu_ps(to, _mm256_fmadd_ps(offset[h], _mm256_set1_ps(input->sum), sum));
+                }
+            }
+        }
+}
+#endif
+
 /* The same sums on any processor, one row and panel at a time. */
 INLINE void tile_plain(const uint8_t *panels, int64_t stride, int64_t groups, const int8_group *x, int rows,
                        int wide, int bits, float sums[][PAIR * PANEL]) {
@@ -350,10 +462,14 @@ typedef void (*int8_product)(const int8_weight *weight, int64_t pair, const int8
 DEFINE_PRODUCT(int8_product_plain, CPU_CLONES, tile_plain)
 #if HAVE_X86
 DEFINE_PRODUCT(int8_product_vnni, VNNI, tile_vnni)
+DEFINE_PRODUCT(int8_product_avx2, AVX2, tile_avx2)
 static int has_vnni(void) { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"); }
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 static int has_vnni(void) { return 0; }
+static int has_avx2(void) { return 0; }
 #define int8_product_vnni int8_product_plain
+#define int8_product_avx2 int8_product_plain
 #endif
 
 #endif

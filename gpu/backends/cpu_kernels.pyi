@@ -13,9 +13,12 @@ from foreword.scheduler.step import TokenScores
 
 VECTOR_LANES: int
 HEAD_DIM_LIMIT: int
+WIDEST_LANES: int
 NOISE_LANES: int
 INT8_KERNELS: tuple[str, ...]
 """Kernels of integer products that run on this processor, fastest first; the last is "plain", which runs on all."""
+ATTENTION_KERNELS: tuple[str, ...]
+"""Kernels of attention that run on this processor, fastest first; the last is "plain", which runs on all."""
 SAMPLING_SCRATCH_ROWS: int
 
 class PagedCache:
@@ -23,7 +26,7 @@ class PagedCache:
 
     Args:
         keys: element `[num_blocks, num_kv_heads, head_dim, block_size]`.
-        values: element `[num_blocks, num_kv_heads, block_size, head_dim]`, readable `VECTOR_LANES` elements past its
+        values: element `[num_blocks, num_kv_heads, block_size, head_dim]`, readable `WIDEST_LANES` elements past its
             end.
         block_size: a multiple of `VECTOR_LANES`.
     """
@@ -74,13 +77,15 @@ def attention(
     scale: float,
     window: int,
     bf16: bool,
+    kernel: str,
     num_threads: int,
 ) -> None:
     """Causal attention of every token over its sequence's cached keys.
 
     queries: element `[num_tokens, num_heads * head_dim]` with rows `query_stride` elements apart; positions,
     token_rows: int32 `[num_tokens]`; block_table: int32 `[num_rows, max_blocks]`; out: element
-    `[num_tokens, num_heads * head_dim]`; window: keys a token sees, itself included, or 0 for all.
+    `[num_tokens, num_heads * head_dim]`; window: keys a token sees, itself included, or 0 for all; kernel: one of
+    `ATTENTION_KERNELS` ("avx512" needs blocks of a multiple of `WIDEST_LANES` tokens and leaves others to "avx2").
     """
 
 def sample(

@@ -1,6 +1,7 @@
 # distutils: extra_compile_args = -fopenmp -Wno-psabi
 # distutils: extra_link_args = -fopenmp
-# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_int8.h
+# distutils: depends = gpu/backends/simd.h gpu/backends/cpu_attention.h gpu/backends/cpu_attention_kernel.h gpu/backends/cpu_int8.h gpu/backends/cpu_kernels.h gpu/backends/cpu_sampling.h gpu/backends/cpu_scores.h gpu/backends/cpu_truncation.h
+# distutils: sources = gpu/backends/cpu_attention_avx512.c gpu/backends/cpu_attention_avx2.c gpu/backends/cpu_attention_plain.c
 """Runs the CPU kernels over the rows of a batch, in parallel and without the GIL. See cpu_kernels.pyi."""
 
 from cython.parallel cimport parallel, prange, threadid
@@ -8,23 +9,17 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.stdlib cimport free, malloc
 
 
-cdef extern from "cpu_kernels.h" nogil:
+cdef extern from "cpu_attention.h" nogil:
     enum:
-        LANES
+        QUERY_TOKENS
         MAX_HEAD_DIM
+        WIDEST
     ctypedef struct paged_cache:
         void *keys
         void *values
         int64_t block_size
         int64_t num_kv_heads
         int64_t head_dim
-    void rms_norm_row "rms_norm"(float *stream, const void *delta, const float *weight, void *out, int64_t width,
-                                 float eps, int bf16)
-    void silu_and_mul_row "silu_and_mul"(const void *gate_up, void *out, int64_t width, int bf16)
-    void rotate_and_store_row "rotate_and_store"(void *qkv, const float *cos, const float *sin,
-                                                 const paged_cache *cache, int64_t slot, int64_t num_heads, int bf16)
-    enum:
-        QUERY_TOKENS
     ctypedef struct attention_batch:
         const void *queries
         int64_t query_stride
@@ -36,8 +31,28 @@ cdef extern from "cpu_kernels.h" nogil:
         int64_t window
         float scale
         void *out
-    void attention_tokens "attention"(const attention_batch *batch, const paged_cache *cache, int64_t kv_head,
-                                      int64_t token, int64_t count, int bf16)
+    ctypedef void (*attention_kernel)(const attention_batch *batch, const paged_cache *cache, int64_t kv_head,
+                                      int64_t token, int64_t count, int bf16) noexcept nogil
+    attention_kernel attention_avx512
+    attention_kernel attention_avx2
+    attention_kernel attention_plain
+    bint has_avx512_attention()
+    bint has_avx2_attention()
+
+
+cdef extern from "cpu_kernels.h" nogil:
+    enum:
+        LANES
+    void rms_norm_row "rms_norm"(float *stream, const void *delta, const float *weight, void *out, int64_t width,
+                                 float eps, int bf16)
+    void silu_and_mul_row "silu_and_mul"(const void *gate_up, void *out, int64_t width, int bf16)
+    void rotate_and_store_row "rotate_and_store"(void *qkv, const float *cos, const float *sin,
+                                                 const paged_cache *cache, int64_t slot, int64_t num_heads, int bf16)
+
+
+cdef extern from "cpu_scores.h" nogil:
+    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
+                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
 
 
 cdef extern from "cpu_sampling.h" nogil:
@@ -69,9 +84,9 @@ cdef extern from "cpu_sampling.h" nogil:
         const int32_t *masked_ids
         int64_t masked_width
         const int32_t *num_masked
+        const uint8_t *by_rejection
+        const int32_t *draft_ids
         const uint8_t *want_logprob
-    void score_token(const void *logits, int64_t vocab, int64_t row, int32_t token, int32_t num_top, float *logprob,
-                     int32_t *rank, int32_t *top_ids, float *top_logprobs, int bf16)
     bint sample_token(const void *logits, int64_t vocab, const sampling_batch *batch, int64_t i, float *scratch,
                       int32_t *token, float *logprob, int bf16)
 
@@ -96,12 +111,16 @@ cdef extern from "cpu_int8.h" nogil:
     bint pack_int8_panel(const float *weight, int64_t out_features, int64_t in_features, int64_t panel, int bits,
                          uint8_t *panels)
     int8_product int8_product_vnni
+    int8_product int8_product_avx2
     int8_product int8_product_plain
     bint has_vnni()
+    bint has_avx2()
 
 
 VECTOR_LANES = LANES
 HEAD_DIM_LIMIT = MAX_HEAD_DIM
+WIDEST_LANES = WIDEST
+ATTENTION_KERNELS = ("avx512",) * has_avx512_attention() + ("avx2",) * has_avx2_attention() + ("plain",)
 NOISE_LANES = NOISE_IDS
 SAMPLING_SCRATCH_ROWS = SCRATCH_ROWS
 
@@ -163,7 +182,8 @@ def rotate_and_store(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t posi
 
 def attention(uintptr_t queries, int64_t query_stride, uintptr_t positions, uintptr_t token_rows,
               uintptr_t block_table, int64_t max_blocks, PagedCache cache, uintptr_t out, int64_t num_tokens,
-              int64_t num_heads, float scale, int64_t window, bint bf16, int num_threads):
+              int64_t num_heads, float scale, int64_t window, bint bf16, str kernel, int num_threads):
+    cdef attention_kernel attention_tokens = attention_plain
     cdef attention_batch batch
     cdef int64_t groups = cache.layer.num_kv_heads
     cdef int64_t item, token, num_parts = 0
@@ -171,6 +191,10 @@ def attention(uintptr_t queries, int64_t query_stride, uintptr_t positions, uint
     cdef int64_t *parts = <int64_t *>malloc((num_tokens + 1) * sizeof(int64_t))
     if parts == NULL:
         raise MemoryError()
+    if kernel == "avx512" and cache.layer.block_size % WIDEST == 0:
+        attention_tokens = attention_avx512
+    elif kernel != "plain":
+        attention_tokens = attention_avx2
     batch.queries = <const void *>queries
     batch.query_stride = query_stride
     batch.positions = <const int32_t *>positions
@@ -217,6 +241,8 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     cdef const int32_t[::1] mask_index = params.masks.index
     cdef const int32_t[:, ::1] masked_ids = params.masked_ids
     cdef const int32_t[::1] num_masked = params.num_masked
+    cdef const uint8_t[::1] by_rejection = params.by_rejection
+    cdef const int32_t[::1] draft_ids = params.draft_ids
     cdef const uint8_t[::1] want_logprob = params.want_logprob
     cdef int32_t[::1] token_ids = samples.token_ids
     cdef float[::1] logprobs = samples.logprobs
@@ -251,6 +277,8 @@ def sample(uintptr_t logits, int64_t vocab, bint bf16, params, uintptr_t scratch
     batch.masked_ids = &masked_ids[0, 0]
     batch.masked_width = masked_ids.shape[1]
     batch.num_masked = &num_masked[0]
+    batch.by_rejection = &by_rejection[0]
+    batch.draft_ids = &draft_ids[0]
     batch.want_logprob = &want_logprob[0]
     for i in prange(rows, nogil=True, schedule="dynamic", num_threads=team(rows * vocab, num_threads)):
         failed[i] = not sample_token(<const void *>logits, vocab, &batch, i,
@@ -274,7 +302,7 @@ def score(uintptr_t logits, int64_t vocab, bint bf16, const int32_t[::1] rows, c
 # Rows of one unit of work of a product: enough to make good use of a pair of panels in the cache.
 cdef int64_t BLOCK = 96
 
-INT8_KERNELS = ("vnni", "plain") if has_vnni() else ("plain",)
+INT8_KERNELS = ("vnni",) * has_vnni() + ("avx2",) * has_avx2() + ("plain",)
 
 
 cdef class Int8Weight:
@@ -311,13 +339,17 @@ cdef class Int8Weight:
 
 def linear_int8(uintptr_t x, Int8Weight weight, uintptr_t quantised, uintptr_t out, int64_t rows, bint bf16_out,
                 str kernel, int num_threads):
-    cdef int8_product product = int8_product_plain if kernel == "plain" else int8_product_vnni
+    cdef int8_product product = int8_product_plain
     cdef int8_weight *layer = &weight.layer
     cdef int64_t groups = layer.groups, width = weight.in_features
     cdef int64_t pairs = (layer.out_features + PAIR * PANEL - 1) // (PAIR * PANEL)
     cdef int64_t blocks = (rows + BLOCK - 1) // BLOCK
     cdef int8_group *inputs = <int8_group *>quantised
     cdef int64_t row, item, begin, end
+    if kernel == "vnni":
+        product = int8_product_vnni
+    elif kernel == "avx2":
+        product = int8_product_avx2
     with nogil, parallel(num_threads=team(rows * width * layer.out_features // 8, num_threads)):
         for row in prange(rows, schedule="static"):
             quantise_row(<const void *>(x + row * width * 2), width, inputs + row * groups)

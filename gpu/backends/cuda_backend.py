@@ -7,10 +7,9 @@ The library chooses the order of summation of a product by its shape, so every p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -23,20 +22,17 @@ from foreword.gpu.backends.cuda_attention import (
     CudaBatch,
 )
 from foreword.gpu.backends.cuda_graphs import StepGraphs, padded_size
+from foreword.gpu.backends.cuda_sampling import CudaSampler, is_processed, wants_scores
 from foreword.gpu.backends.row_independence import rows_are_independent
 from foreword.gpu.backends.sampling import Samples, SamplingBatch
 from foreword.gpu.backends.staging import StagingBuffer
 from foreword.gpu.batch import Batch
 from foreword.gpu.kernels.launcher import Argument, Driver, Grid, KernelLauncher
 from foreword.gpu.kernels.table import (
-    ACCEPT,
     BLOCK_SIZES,
     EMBEDDING,
-    PROCESS,
     RMS_NORM,
     ROTATE_AND_STORE,
-    SAMPLE,
-    SCORE,
     SILU_AND_MUL,
     Kernel,
 )
@@ -46,8 +42,6 @@ from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
-MAX_VOCAB_SIZE = 1 << 18
-WARP = 32
 NO_SLOT = -1
 _STAGING_BYTES = 1 << 20
 
@@ -80,8 +74,8 @@ class CudaBackend(Backend[torch.Tensor]):
         self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
         self._graphs = StepGraphs(driver, self._attention)
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
-        self._sampling_inputs = StagingBuffer(self._device, _STAGING_BYTES)
-        self._score_inputs = StagingBuffer(self._device, _STAGING_BYTES)
+        self._sampler = CudaSampler(self._launcher, dtype, self._device)
+        self._last_tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -130,11 +124,13 @@ class CudaBackend(Backend[torch.Tensor]):
         try:
             keys = torch.empty(size, dtype=self._dtype, device=self._device)
             values = torch.empty(size, dtype=self._dtype, device=self._device)
+            table = torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32, device=self._device)
+            if shape.num_rows > len(self._last_tokens):
+                self._last_tokens = torch.zeros(shape.num_rows, dtype=torch.int32, device=self._device)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"kv_cache_memory: {shape.num_blocks} blocks do not fit the memory left on {self.device_name}"
             ) from error
-        table = torch.zeros(shape.num_rows, shape.max_blocks_per_sequence, dtype=torch.int32, device=self._device)
         return KVCache(shape, keys, values, table)
 
     def upload(self, plan: StepPlan, cache: KVCache[torch.Tensor]) -> Batch[torch.Tensor]:
@@ -166,7 +162,19 @@ class CudaBackend(Backend[torch.Tensor]):
 
     def compute(self, model: Callable[[Batch[torch.Tensor]], torch.Tensor], batch: Batch[torch.Tensor]) -> torch.Tensor:
         assert isinstance(batch, CudaBatch)
-        return self._graphs.run(model, batch) if batch.padded_to else model(batch)
+
+        def run(batch: Batch[torch.Tensor]) -> torch.Tensor:
+            return self._with_known_tokens(model, batch)
+
+        return self._graphs.run(run, batch) if batch.padded_to else run(batch)
+
+    def _with_known_tokens(
+        self, model: Callable[[Batch[torch.Tensor]], torch.Tensor], batch: Batch[torch.Tensor]
+    ) -> torch.Tensor:
+        """Run a model on a batch with what rows have drawn last in place of -1."""
+        drawn_last = self._last_tokens.index_select(0, batch.token_rows)
+        token_ids = torch.where(batch.token_ids < 0, drawn_last, batch.token_ids)
+        return model(replace(batch, token_ids=token_ids))
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         rows, width = len(token_ids), table.shape[1]
@@ -245,88 +253,42 @@ class CudaBackend(Backend[torch.Tensor]):
         return x.index_select(0, indices)
 
     def sample(self, logits: torch.Tensor, params: SamplingBatch) -> Samples:
-        drawn, _ = self._draw(logits, params)
-        token_ids, logprobs, failed = drawn.cpu().numpy()
-        return Samples(token_ids, logprobs.view(np.float32), failed.astype(np.bool_))
+        return self._sampler.sample(logits, params)
 
     def sample_and_accept(
-        self, logits: torch.Tensor, params: SamplingBatch, input_ids: Int32Array, logits_offsets: Int32Array
-    ) -> AcceptedTokens:
-        drawn, inputs = self._draw(logits, params, input_ids, logits_offsets)
-        rows, sequences = len(logits), len(logits_offsets) - 1
-        sizes = [sequences + 1, sequences, rows, rows, rows]
-        out = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
-        offsets, failed, logits_rows, token_ids, logprobs = torch.split(out, sizes)
-        samples = (drawn[0], drawn[1].view(torch.float32), drawn[2])
-        outputs = (offsets, logits_rows, token_ids, logprobs.view(torch.float32), failed)
-        threads = min(ACCEPT.threads, WARP * max(sequences, 1))
-        self._launcher.launch(ACCEPT, (), (1,), *samples, *inputs, *outputs, sequences, threads=threads)
-        host_offsets, host_failed, *tokens = np.split(out.cpu().numpy(), np.cumsum(sizes)[:-1])
-        host_rows, host_ids, host_logprobs = (array[: host_offsets[-1]] for array in tokens)
-        is_failed = host_failed.astype(np.bool_)
-        return AcceptedTokens(host_offsets, host_rows, host_ids, host_logprobs.view(np.float32), is_failed)
+        self,
+        logits: torch.Tensor,
+        params: SamplingBatch,
+        input_ids: Int32Array,
+        logits_offsets: Int32Array,
+        rows: Int32Array | None = None,
+    ) -> Callable[[], AcceptedTokens]:
+        draw = self._sampler.prepare(params, input_ids, logits_offsets, rows)
+        return self._sampler.read(draw, self._sampler.draw(logits, draw, self._last_tokens))
 
-    def _draw(
-        self, logits: torch.Tensor, params: SamplingBatch, *others: npt.NDArray[Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Queue the draw of a token from each row.
+    def compute_and_accept(
+        self,
+        model: Callable[[Batch[torch.Tensor]], torch.Tensor],
+        batch: Batch[torch.Tensor],
+        params: SamplingBatch,
+        input_ids: Int32Array,
+        logits_offsets: Int32Array,
+        rows: Int32Array,
+    ) -> Callable[[], AcceptedTokens]:
+        assert isinstance(batch, CudaBatch)
+        if not batch.padded_to or is_processed(params).any() or wants_scores(params).any():
+            return super().compute_and_accept(model, batch, params, input_ids, logits_offsets, rows)
+        draw = self._sampler.prepare(params, input_ids, logits_offsets, rows, room=batch.padded_to)
 
-        Args:
-            logits: `[L, V]`.
-            params: of each row.
-            others: host arrays to upload with them.
+        def run(batch: Batch[torch.Tensor]) -> torch.Tensor:
+            return self._sampler.draw(self._with_known_tokens(model, batch), draw, self._last_tokens)
 
-        Returns:
-            int32 `[3, L]` token ids, bits of log probabilities, failures; the other arrays on the device.
-        """
-        rows, vocab = logits.shape
-        if vocab > MAX_VOCAB_SIZE:
-            raise ConfigError(f"vocab_size: at most {MAX_VOCAB_SIZE} on the CUDA device, got {vocab}")
-        biases, masks, history = params.biases, params.masks, params.history
-        changes = (biases.index >= 0) | (masks.index >= 0) | (history.index >= 0) | (params.num_masked > 0)
-        processed_rows = np.flatnonzero(changes).astype(np.int32)
-        processed_index = np.where(changes, np.cumsum(changes) - 1, -1).astype(np.int32)
-        processing = (
-            *(processed_rows, masks.index, masks.words),
-            *(biases.index, biases.offsets, biases.ids, biases.values),
-            *(params.masked_ids, params.num_masked),
-            *(history.index, history.offsets, history.ids, history.counts),
-            *(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
-        )
-        drawing = (
-            *(processed_index, params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p),
-            *(params.seed, params.position, params.want_logprob),
-        )
-        uploaded = self._sampling_inputs.upload(*processing, *drawing, *others)
-        inputs = uploaded[: len(processing) + len(drawing)]
-        processed = torch.empty(len(processed_rows), vocab, device=self._device)
-        sizes = (vocab, masks.words.shape[1], params.masked_ids.shape[1])
-        threads = _row_threads(vocab)
-        self._launch(
-            PROCESS, (len(processed_rows),), logits, *inputs[: len(processing)], processed, *sizes, threads=threads
-        )
-        drawn = torch.empty(3, rows, dtype=torch.int32, device=self._device)
-        outputs = (drawn[0], drawn[1].view(torch.float32), drawn[2])
-        self._launch(SAMPLE, (rows,), logits, processed, *inputs[len(processing) :], *outputs, vocab, threads=threads)
-        return drawn, uploaded[len(inputs) :]
+        return self._sampler.read(draw, self._graphs.run(run, batch, draw.address))
 
-    def score(self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
-        num_tokens, vocab = len(rows), logits.shape[1]
-        inputs = self._score_inputs.upload(rows, token_ids)
-        integers = torch.empty(num_tokens * (1 + num_top), dtype=torch.int32, device=self._device)
-        floats = torch.empty(num_tokens * (1 + num_top), device=self._device)
-        ranks, top_ids = integers[:num_tokens], integers[num_tokens:].view(num_tokens, num_top)
-        logprobs, top_logprobs = floats[:num_tokens], floats[num_tokens:].view(num_tokens, num_top)
-        outputs = (logprobs, ranks, top_ids, top_logprobs)
-        self._launch(SCORE, (num_tokens,), logits, *inputs, *outputs, vocab, num_top, threads=_row_threads(vocab))
-        on_host, floats_on_host = integers.cpu().numpy(), floats.cpu().numpy()
-        return TokenScores(
-            floats_on_host[:num_tokens],
-            on_host[:num_tokens],
-            num_top,
-            on_host[num_tokens:],
-            floats_on_host[num_tokens:],
-        )
+    def score(
+        self, logits: torch.Tensor, rows: Int32Array, token_ids: Int32Array, num_top: int
+    ) -> Callable[[], TokenScores]:
+        return self._sampler.score(logits, rows, token_ids, num_top)
 
     def _launch(self, kernel: Kernel, grid: Grid, *arguments: Argument, threads: int | None = None) -> None:
         self._launcher.launch(kernel, (self.dtype,), grid, *arguments, threads=threads)
@@ -339,8 +301,3 @@ class CudaBackend(Backend[torch.Tensor]):
             return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
-
-
-def _row_threads(vocab: int) -> int:
-    """Threads of a block that walks a row of logits; the order of its sums depends on them, so on nothing else."""
-    return min(SAMPLE.threads, vocab + -vocab % WARP)

@@ -34,22 +34,28 @@ class StepGraphs:
         self._geometries: list[Geometry] = []
         self._recordings: dict[tuple[int, ...], Callable[[], torch.Tensor]] = {}
 
-    def run(self, model: Model, batch: CudaBatch) -> torch.Tensor:
-        """Run the model on a padded batch; see `Backend.compute`."""
+    def run(self, model: Model, batch: CudaBatch, *inputs: int) -> torch.Tensor:
+        """Run the model on a padded batch; see `Backend.compute`.
+
+        Args:
+            model: the same one for equal inputs.
+            batch: from the last upload.
+            inputs: sizes and addresses that the model depends on besides those of the batch.
+        """
         for geometry in self._geometries:
             batch.work[geometry] = self._attention.plan(batch, geometry)
-        recording = self._recordings.get(self._key(batch)) if self._geometries else None
+        recording = self._recordings.get(self._key(batch, inputs)) if self._geometries else None
         if recording is not None:
             return recording()
         logits = model(batch)  # also compiles, plans and allocates what a recording cannot
         self._geometries = list(batch.work)
-        self._recordings[self._key(batch)] = self._driver.record(lambda: model(batch))
+        self._recordings[self._key(batch, inputs)] = self._driver.record(lambda: model(batch))
         return logits
 
-    def _key(self, batch: CudaBatch) -> tuple[int, ...]:
-        """Every size and address that a recording depends on."""
-        key = [batch.padded_to, batch.token_ids.data_ptr()]
+    def _key(self, batch: CudaBatch, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """Every size and address that a recording depends on; an empty tensor has no address."""
+        key = [*inputs, batch.padded_to, batch.token_ids.data_ptr()]
         for geometry in self._geometries:
             work = batch.work[geometry]
-            key += [len(work.narrow), len(work.wide), len(work.merges), work.narrow.data_ptr()]
+            key += [len(work.narrow), len(work.wide), len(work.merges), work.num_narrow.data_ptr()]
         return tuple(key)

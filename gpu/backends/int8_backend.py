@@ -58,9 +58,9 @@ class Int8Backend(CpuBackend):
 
     def linear(self, x: torch.Tensor, weight: LinearWeight[torch.Tensor]) -> torch.Tensor:
         assert isinstance(weight, Int8LinearWeight)
-        rows, layer, is_bf16 = len(x), weight.layer, weight.out_dtype == torch.bfloat16
+        rows, layer, is_bf16 = x.shape[0], weight.layer, weight.out_dtype == torch.bfloat16
         out = torch.empty(rows, layer.out_features, dtype=weight.out_dtype)
-        if len(self._quantised) < rows * layer.row_bytes:
+        if self._quantised.numel() < rows * layer.row_bytes:
             self._quantised = torch.empty(rows * layer.row_bytes, dtype=torch.uint8)
         quantised, threads = self._quantised.data_ptr(), self._num_threads
         cpu_kernels.linear_int8(x.data_ptr(), layer, quantised, out.data_ptr(), rows, is_bf16, self._kernel, threads)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.gpu.backends.backend import Backend, Float32, KVCache, KVCacheShape, LinearWeight, RotaryTable
+from foreword.gpu.backends.noise import gumbel_noise
+from foreword.gpu.backends.rejection import reject
 from foreword.gpu.backends.sampling import GREEDY_TEMPERATURE, Samples, SamplingBatch
 from foreword.gpu.batch import Batch
 from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
-UInt32 = npt.NDArray[np.uint32]
 
 
 class NumpyBackend(Backend[Array]):
@@ -120,19 +122,20 @@ class NumpyBackend(Backend[Array]):
                 samples.logprobs[i] = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
         return samples
 
-    def score(self, logits: Array, rows: Int32Array, token_ids: Int32Array, num_top: int) -> TokenScores:
+    def score(self, logits: Array, rows: Int32Array, token_ids: Int32Array, num_top: int) -> Callable[[], TokenScores]:
         x = logits[rows].astype(np.float64)
         logprobs = x - x.max(axis=1, keepdims=True)
         logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
         mine = x[np.arange(len(rows)), token_ids][:, None]
         top = np.argsort(-x, axis=1, kind="stable")[:, :num_top].astype(np.int32)
-        return TokenScores(
+        scores = TokenScores(
             logprobs[np.arange(len(rows)), token_ids].astype(np.float32),
             (1 + (x > mine).sum(axis=1)).astype(np.int32),
             num_top,
             top.ravel(),
             np.take_along_axis(logprobs, top, axis=1).astype(np.float32).ravel(),
         )
+        return lambda: scores
 
     def _process(self, row: Float64, params: SamplingBatch, i: int) -> Float64:
         """Logits with bias, masks and penalties."""
@@ -181,6 +184,11 @@ class NumpyBackend(Backend[Array]):
                 if mass[kept & (distance <= limit)].sum() >= params.typical_p[i]:
                     break
             kept &= distance <= limit
+        if params.by_rejection[i]:
+            p = softmax(np.where(kept, x / temperature, -np.inf))
+            row = slice(i, i + 1)
+            token_ids, _ = reject(p[None], None, params.draft_ids[row], params.seed[row], params.position[row])
+            return int(token_ids[0])
         noise = gumbel_noise(int(params.seed[i]), int(params.position[i]), len(x))
         return int(np.where(kept, (x - peak) / temperature + noise, -np.inf).argmax())
 
@@ -190,42 +198,3 @@ def softmax(x: Float64) -> Float64:
     weights: Float64 = np.exp(x - x.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights
-
-
-def philox(counter: UInt32, key: tuple[int, int]) -> UInt32:
-    """Philox4x32-10 (Salmon et al., 2011).
-
-    Args:
-        counter: `[4, N]`.
-        key: two 32-bit words.
-
-    Returns:
-        `[4, N]` random words.
-    """
-    c0, c1, c2, c3 = counter.astype(np.uint64)
-    key0, key1 = key
-    low = np.uint64(0xFFFF_FFFF)
-    for _ in range(10):
-        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(key0),
-            product1 & low,
-            (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(key1),
-            product0 & low,
-        )
-        key0, key1 = (key0 + 0x9E3779B9) & 0xFFFF_FFFF, (key1 + 0xBB67AE85) & 0xFFFF_FFFF
-    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
-
-
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> Float64:
-    """Noise `[V]` of every id at a position; see `sampling`."""
-    groups = -(-vocab_size // 64)
-    counter = np.zeros((4, groups * 16), np.uint32)
-    counter[0] = np.arange(groups * 16)
-    counter[1] = position & 0xFFFF_FFFF
-    counter[2] = position >> 32
-    words = philox(counter, (seed & 0xFFFF_FFFF, seed >> 32))
-    by_id = words.reshape(4, groups, 16).transpose(1, 0, 2).reshape(-1)[:vocab_size]
-    uniform = (2 * (by_id >> np.uint32(9)).astype(np.float64) + 1) / 2**24
-    noise: Float64 = -np.log(-np.log(uniform))
-    return noise

@@ -18,7 +18,10 @@ For one row of logits x `[V]`, every backend computes
    typical-p (Meister et al., 2022): with q the softmax of x / temperature over what is kept, -ln q at most d away from
    the entropy of q, for the least d for which that has mass >= p;
 7. draw from softmax(x / temperature) over the kept ids by the Gumbel-max trick: the greatest
-   (x - max(x)) / temperature + noise(seed, position, id), the lowest id of equals.
+   (x - max(x)) / temperature + noise(seed, position, id), the lowest id of equals;
+8. or, in a row whose draft is accepted by rejection sampling, draw by the rule of `rejection` with that softmax as p
+   and the draft as a point: take the draft with its own probability, otherwise another kept id as in step 7, with noise
+   of another purpose.
 
 The noise is counter-based (Philox4x32-10, Salmon et al. 2011), so neighbours, batch size, preemption and speculation
 cannot change a token. Key: the low and high word of the seed. Ids are served in groups of 64: id i takes output word
@@ -107,7 +110,11 @@ class SamplingBatch:
         masked_ids: int32 `[L, M]`; the first `num_masked` of a row cannot be drawn. Ids outside the vocabulary have no
             effect.
         num_masked: int32 `[L]`.
+        by_rejection: bool `[L]` rows whose draft is accepted by rejection sampling.
+        draft_ids: int32 `[L]` draft that such a row checks; an id outside the vocabulary, -1, is none.
         want_logprob: bool `[L]`.
+        want_scores: bool `[L]` rows whose tokens are to be scored; None for none.
+        num_top: most probable tokens at each position that is scored.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -125,7 +132,11 @@ class SamplingBatch:
     history: HistoryCounts
     masked_ids: npt.NDArray[np.int32]
     num_masked: npt.NDArray[np.int32]
+    by_rejection: npt.NDArray[np.bool_]
+    draft_ids: npt.NDArray[np.int32]
     want_logprob: npt.NDArray[np.bool_]
+    want_scores: npt.NDArray[np.bool_] | None = None
+    num_top: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from foreword.gpu.backends.sampling import LogitBiases, SamplingBatch, TokenMasks
 from foreword.gpu.backends.token_history import TokenHistory
-from foreword.scheduler.request import Request
-from foreword.scheduler.step import BoolArray, Float32Array, Int32Array, StepPlan
+from foreword.scheduler.request import AcceptanceRule, Request
+from foreword.scheduler.step import Float32Array, Int32Array, StepPlan
 
 
 class SamplingState:
@@ -25,6 +25,7 @@ class SamplingState:
         self._frequency_penalty = np.zeros(max_num_sequences, np.float32)
         self._presence_penalty = np.zeros(max_num_sequences, np.float32)
         self._seed = np.zeros(max_num_sequences, np.uint64)
+        self._by_rejection = np.zeros(max_num_sequences, np.bool_)
         self._want_logprob = np.zeros(max_num_sequences, np.bool_)
         self._want_scores = np.zeros(max_num_sequences, np.bool_)
         self._num_top = np.zeros(max_num_sequences, np.int32)
@@ -47,6 +48,8 @@ class SamplingState:
         self._frequency_penalty[row] = sampling.frequency_penalty
         self._presence_penalty[row] = sampling.presence_penalty
         self._seed[row] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
+        # Drafts are points, for which block verification accepts runs of the same distribution (`rejection`).
+        self._by_rejection[row] = request.acceptance is not AcceptanceRule.EXACT_MATCH
         self._want_logprob[row] = request.want_logprobs
         self._want_scores[row] = request.want_ranks or request.num_top_logprobs
         self._num_top[row] = request.num_top_logprobs
@@ -80,11 +83,6 @@ class SamplingState:
         """Take the tokens that came out of a step, which are those of its result."""
         self._history.append(plan.rows, token_offsets, token_ids)
 
-    def scored(self, plan: StepPlan, token_offsets: Int32Array) -> tuple[BoolArray, int]:
-        """Which tokens of a result are to be scored, `[N]`, and how many most probable ones at their positions."""
-        is_scored = np.repeat(self._want_scores[plan.rows], np.diff(token_offsets))
-        return is_scored, self.num_top(plan.rows)
-
     def num_top(self, rows: Int32Array) -> int:
         """Most probable tokens that one of some rows wants; the others get as many."""
         return min(int(self._num_top[rows].max()), self._vocab_size)
@@ -110,7 +108,11 @@ class SamplingState:
             history=self._history.counts_before(plan.rows, plan.logits_offsets, plan.token_ids[plan.logits_indices]),
             masked_ids=self._end_ids[rows],
             num_masked=np.where(ends_too_early, self._num_end_ids[rows], 0).astype(np.int32),
+            by_rejection=self._by_rejection[rows],
+            draft_ids=_draft_ids(plan),
             want_logprob=self._want_logprob[rows],
+            want_scores=self._want_scores[rows],
+            num_top=self.num_top(plan.rows),
         )
 
     def _select_biases(self, rows: Int32Array) -> LogitBiases:
@@ -139,6 +141,14 @@ class SamplingState:
                     masks.append(self._masks[row])
         words = np.stack(masks) if masks else np.zeros((0, num_mask_words(self._vocab_size)), np.uint32)
         return TokenMasks(words, index)
+
+
+def _draft_ids(plan: StepPlan) -> Int32Array:
+    """The draft that each position of the plan's logits checks, `[L]`; -1 at the last of a sequence."""
+    input_ids = plan.token_ids[plan.logits_indices]
+    draft_ids = np.append(input_ids[1:], np.int32(-1))[: len(input_ids)]
+    draft_ids[plan.logits_offsets[1:][np.diff(plan.logits_offsets) > 0] - 1] = -1
+    return draft_ids
 
 
 def num_mask_words(vocab_size: int) -> int:

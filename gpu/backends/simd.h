@@ -1,8 +1,8 @@
-/* Eight float lanes in GCC vector extensions, and what the CPU kernels build from them.
+/* Float lanes in GCC vector extensions, and what the CPU kernels build from them: eight lanes, unless the including
+ * file defines LANES as 4 or 16.
  *
  * A kernel marked CPU_CLONES is compiled for AVX2 and for any x86-64, and chosen when the module loads, so one build
- * runs on every machine. Tried and left out: a clone for AVX-512 gains nothing with eight lanes; sixteen lanes gain
- * 1.3x there and lose 7x on AVX2, because GCC makes poor code of vectors wider than the machine's.
+ * runs on every machine.
  *
  * Elements are float32 or bfloat16 in memory, always float32 in registers; `bf16` tells which and is a constant
  * wherever these functions are inlined. Every tail goes through `load_part`, never through scalar code: a value must
@@ -16,6 +16,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #if !defined(__x86_64__) || !defined(__GLIBC__) || defined(__clang__)
 #define CPU_CLONES
 #elif __GNUC__ >= 12
@@ -25,14 +29,24 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 8 };
+#ifndef LANES
+#define LANES 8
+#endif
 
-typedef float floats __attribute__((vector_size(32)));
-typedef int32_t ints __attribute__((vector_size(32)));
-typedef uint32_t words __attribute__((vector_size(32)));
-typedef uint16_t halves __attribute__((vector_size(16)));
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+typedef float eight_floats __attribute__((vector_size(32)));
+typedef double doubles __attribute__((vector_size(LANES * 8)));
 
+#if LANES == 16
+static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif LANES == 8
 static const ints LANE_IDS = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const ints LANE_IDS = {0, 1, 2, 3};
+#endif
 
 INLINE floats splat(float value) { return value - (floats){0}; }
 
@@ -41,6 +55,12 @@ INLINE floats choose(ints condition, floats yes, floats no) {
 }
 
 INLINE floats max_of(floats a, floats b) { return choose(a > b, a, b); }
+
+INLINE int any(ints condition) {
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= condition[i];
+    return found != 0;
+}
 
 INLINE float lane_max(floats v) {
     float best = v[0];
@@ -54,7 +74,16 @@ INLINE float lane_sum(floats v) {
     return sum;
 }
 
-INLINE floats bf16_to_float(halves h) { return (floats)(__builtin_convertvector(h, words) << 16); }
+/* Where the target is known, one instruction instead of the four that GCC makes of the generic form. */
+INLINE floats bf16_to_float(halves h) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (floats)((words)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#elif LANES == 8 && defined(__AVX2__)
+    return (floats)((words)_mm256_cvtepu16_epi32((__m128i)h) << 16);
+#else
+    return (floats)(__builtin_convertvector(h, words) << 16);
+#endif
+}
 
 /* Round to nearest even; NaN stays NaN. */
 INLINE halves float_to_bf16(floats v) {

@@ -39,6 +39,7 @@ class Guide:
         self._compiler = compiler
         self._grammar = request.grammar
         self._token_ids = token_ids
+        self._max_draft_tokens = request.max_draft_tokens
         self._num_restarts = 0
         self.is_alone = False
         self.matcher = compiler.matcher(request.grammar)
@@ -77,6 +78,19 @@ class Guide:
             self.restart()
         return count
 
+    def forced_ids(self) -> list[int]:
+        """The tokens that come next where the grammar leaves one text only, as many as may be drafts.
+
+        They are the tokenizer's own way to write that text; the model may choose another.
+        """
+        if self.is_alone or not self._max_draft_tokens:
+            return []
+        token_ids: list[int] = self.matcher.compute_ff_tokens()
+        if self.matcher.is_error():
+            self.restart()
+            return []
+        return token_ids[: self._max_draft_tokens]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
@@ -113,14 +127,13 @@ class GuidedRows:
                 start, end = plan.output_offsets[i : i + 2]
                 self._guides[row] = Guide(self._compiler, request, plan.output_token_ids[start:end].tolist())
 
+    def concerns(self, plan: StepPlan) -> bool:
+        """Whether a grammar restricts any position of a step."""
+        return bool(self._parts_of(plan))
+
     def restrict(self, plan: StepPlan, params: SamplingBatch) -> SamplingBatch:
         """Add to the masks of a step what the grammars allow at its positions."""
-        offsets = plan.logits_offsets.tolist()
-        self._parts = [
-            _Part(b, self._guides[row], offsets[b], offsets[b + 1])
-            for b, row in enumerate(plan.rows.tolist() if self._guides else ())
-            if row in self._guides and offsets[b] < offsets[b + 1]
-        ]
+        self._parts = self._parts_of(plan)
         if not self._parts:
             return params
         allowed = self._allowed(plan)
@@ -135,7 +148,7 @@ class GuidedRows:
     def follow(
         self, plan: StepPlan, params: SamplingBatch, tokens: AcceptedTokens
     ) -> tuple[AcceptedTokens, Int32Array | None]:
-        """Take the tokens that came out of a step.
+        """Take the tokens that came out of a step; other rows may have been restricted for the next one meanwhile.
 
         Args:
             plan: of the step.
@@ -145,6 +158,7 @@ class GuidedRows:
         Returns:
             the tokens without those behind the end of a grammar, and `StepResult.constraint_reasons`.
         """
+        self._parts = self._parts_of(plan)
         if not self._parts:
             return tokens, None
         counts = np.diff(tokens.offsets)
@@ -152,6 +166,7 @@ class GuidedRows:
         for part in self._parts:
             if tokens.failed[part.index]:
                 reasons[part.index] = self._reason_of_failure(part, params)
+                del self._guides[int(plan.rows[part.index])]
                 continue
             start, end = tokens.offsets[part.index : part.index + 2]
             for count, token_id in enumerate(tokens.token_ids[start:end].tolist(), 1):
@@ -164,18 +179,35 @@ class GuidedRows:
                     break
         return tokens.first(counts), reasons
 
-    def cut(self, plan: StepPlan, drafts: Drafts) -> Drafts | None:
-        """Keep the drafts of each sequence up to the first that its grammar does not allow; `None` for none at all."""
-        counts = np.diff(drafts.offsets)
+    def amend(self, plan: StepPlan, drafts: Drafts | None) -> tuple[Drafts | None, Int32Array]:
+        """Make drafts agree with the grammars.
+
+        Those of a sequence end before the first that its grammar does not allow. Where there are none, and the grammar
+        leaves one text only, the tokens of that text become drafts.
+
+        Returns:
+            the drafts, `None` for none at all, and the rows whose drafts come from their grammar.
+        """
+        lists: dict[int, list[int]] = {}
+        forced = []
         for part in self._parts:
-            start, end = drafts.offsets[part.index : part.index + 2]
-            if start < end:
-                counts[part.index] = part.guide.num_allowed(drafts.token_ids[start:end].tolist())
-        if not counts.any():
-            return None
-        keep = np.arange(len(drafts.token_ids)) - np.repeat(drafts.offsets[:-1], np.diff(drafts.offsets))
-        is_kept = keep < np.repeat(counts, np.diff(drafts.offsets))
-        return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), drafts.token_ids[is_kept])
+            row = int(plan.rows[part.index])
+            if row not in self._guides:  # it has ended
+                continue
+            proposed = _drafts_of(drafts, part.index).tolist()
+            lists[part.index] = proposed[: part.guide.num_allowed(proposed)] if proposed else []
+            if not lists[part.index] and (token_ids := part.guide.forced_ids()):
+                lists[part.index] = token_ids
+                forced.append(row)
+        return _replaced(drafts, lists, plan.num_sequences), np.array(forced, np.int32)
+
+    def _parts_of(self, plan: StepPlan) -> list[_Part]:
+        offsets = plan.logits_offsets.tolist()
+        return [
+            _Part(b, self._guides[row], offsets[b], offsets[b + 1])
+            for b, row in enumerate(plan.rows.tolist() if self._guides else ())
+            if row in self._guides and offsets[b] < offsets[b + 1]
+        ]
 
     def _allowed(self, plan: StepPlan) -> npt.NDArray[np.uint32]:
         """What the grammars allow at the positions of all parts, `[P, ceil(V / 32)]`."""
@@ -233,3 +265,19 @@ class GuidedRows:
             return FinishReason.NONE  # the logits' fault
         may_end = not part.guide.is_stuck and part.guide.matcher.is_accepting()
         return FinishReason.CONSTRAINT_COMPLETE if may_end else FinishReason.CONSTRAINT_STUCK
+
+
+def _drafts_of(drafts: Drafts | None, b: int) -> Int32Array:
+    return np.zeros(0, np.int32) if drafts is None else drafts.token_ids[drafts.offsets[b] : drafts.offsets[b + 1]]
+
+
+def _replaced(drafts: Drafts | None, lists: dict[int, list[int]], num_sequences: int) -> Drafts | None:
+    """The drafts of all sequences, with those of some given anew; `None` for none at all."""
+    if not lists:
+        return drafts
+    parts = [np.array(lists[b], np.int32) if b in lists else _drafts_of(drafts, b) for b in range(num_sequences)]
+    counts = [len(part) for part in parts]
+    if not any(counts):
+        return None
+    drafters = drafts.drafters if drafts else None
+    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), np.concatenate(parts), drafters)

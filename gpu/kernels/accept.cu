@@ -7,6 +7,8 @@
 //   token_offsets int [sequences + 1]: tokens that come out of b are token_offsets[b]:token_offsets[b + 1] of
 //   logits_rows int, accepted_ids int, accepted_logprobs float [rows]; what lies behind the last is not written
 //   sequence_failed int [sequences]: the first row cannot be sampled
+//   batch_rows int [sequences], last_tokens int [num_rows], or both null: the last token that comes out of b becomes
+//   last_tokens[batch_rows[b]], for a step that was planned before anybody has seen it
 //
 // One block, a warp for each sequence and a lane for each row. Where a sequence's tokens go depends on all before it, so
 // the warps meet once for every kMaxWarps sequences. Tried: nothing else; several blocks would have to wait for each
@@ -34,7 +36,8 @@ __global__ void __launch_bounds__(1024)
 accept(const int* __restrict__ token_ids, const float* __restrict__ logprobs, const int* __restrict__ failed,
        const int* __restrict__ input_ids, const int* __restrict__ logits_offsets, int* __restrict__ token_offsets,
        int* __restrict__ logits_rows, int* __restrict__ accepted_ids, float* __restrict__ accepted_logprobs,
-       int* __restrict__ sequence_failed, int sequences) {
+       int* __restrict__ sequence_failed, const int* __restrict__ batch_rows, int* __restrict__ last_tokens,
+       int sequences) {
     __shared__ int counts[kMaxWarps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     if (threadIdx.x == 0) token_offsets[0] = 0;
@@ -61,6 +64,7 @@ accept(const int* __restrict__ token_ids, const float* __restrict__ logprobs, co
         if (lane == 0 && b < sequences) {
             token_offsets[b + 1] = at + count;
             sequence_failed[b] = first < end && failed[first];
+            if (last_tokens && count) last_tokens[batch_rows[b]] = token_ids[first + count - 1];
         }
         __syncthreads();
     }

@@ -48,6 +48,7 @@ template <int D, int BLOCK, int THREADS, typename T, int STAGE, int ROW>
 __device__ __forceinline__ void fetch_tokens(T (&keys)[STAGE][ROW], T (&values)[STAGE][ROW], int token, TokenRange range,
                                              const T* k_cache, const T* v_cache, const int* blocks, int kv_heads, int head) {
     constexpr int VECTOR = 16 / sizeof(T), CHUNKS = D / VECTOR, ROUNDS = (BLOCK * CHUNKS + THREADS - 1) / THREADS;
+    constexpr int UNROLL = ROUNDS <= 16 ? ROUNDS : 8;
     const int thread = threadIdx.x;
 #pragma unroll
     for (int b = 0; b < STAGE; b += BLOCK) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ void fetch_tokens(T (&keys)[STAGE][ROW], T (&values)[
         const bool used = first < range.end && first + BLOCK > range.begin;
         const int block = used ? __ldg(blocks + first / BLOCK) : 0;
         const size_t from = ((size_t)block * kv_heads + head) * BLOCK * D + thread * VECTOR;
-#pragma unroll
+#pragma unroll UNROLL
         for (int i = 0; i < ROUNDS; ++i) {
             const int c = i * THREADS + thread;
             if (BLOCK * CHUNKS % THREADS != 0 && c >= BLOCK * CHUNKS) break;

@@ -25,7 +25,16 @@ class CupyDriver:
     """Kernels of one NVIDIA device; compiled code is kept in CuPy's cache (`CUPY_CACHE_DIR`) between runs."""
 
     def __init__(self) -> None:
+        """Find the compiler.
+
+        Raises:
+            DeviceError: NVRTC is not there.
+        """
         self._pool: Any = None
+        try:
+            cupy.cuda.nvrtc.getVersion()
+        except RuntimeError as error:
+            raise DeviceError(f"NVRTC, which compiles kernels, cannot be loaded: {error}") from error
 
     def compile(self, source: Path, expression: str) -> Function:
         """See `Driver`."""

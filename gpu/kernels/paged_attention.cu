@@ -241,14 +241,14 @@ paged_attention(const T* __restrict__ q, const T* __restrict__ k_cache, const T*
             FoldFactors f[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) f[h] = fold_weights(total_max[h], total_sum[h], rows.max[h], rows.sum[h]);
-#pragma unroll
-            for (int j = 0; j < D / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    rows.out[j][i] = fold(first ? 0.f : total[j][i][lane], rows.out[j][i], f[i >> 1]);
-                    if (!last) total[j][i][lane] = rows.out[j][i];
-                }
+            auto folded = [&](int j, int i) {
+                return fold(first ? 0.f : total[j][i][lane], rows.out[j][i], f[i >> 1]);
+            };
             if (!last) {
+#pragma unroll
+                for (int j = 0; j < D / 8; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) total[j][i][lane] = folded(j, i);
                 rows.clear();
                 continue;
             }
@@ -257,7 +257,7 @@ paged_attention(const T* __restrict__ q, const T* __restrict__ k_cache, const T*
                 const int row = first_row + r, token_of_row = item.query_begin + row / group;
                 T* at = out + ((size_t)token_of_row * kv_heads * group + head * group + row % group) * D + c;
                 *reinterpret_cast<u32*>(at) =
-                    pack<T>(__fmul_rn(rows.out[j][2 * h], scale[h]), __fmul_rn(rows.out[j][2 * h + 1], scale[h]));
+                    pack<T>(__fmul_rn(folded(j, 2 * h), scale[h]), __fmul_rn(folded(j, 2 * h + 1), scale[h]));
             });
         }
     }

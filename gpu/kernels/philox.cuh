@@ -20,10 +20,21 @@ __device__ __forceinline__ void philox(unsigned (&counter)[kNoiseWords], unsigne
     }
 }
 
+// What a random word is used for (gpu/backends/noise.py).
+enum Purpose : unsigned { kSampling, kAcceptance, kResidual, kBlockAcceptance };
+
+// Uniform in [0, 1).
+__device__ __forceinline__ float uniform_of(unsigned long long seed, unsigned long long position, Purpose purpose,
+                                            unsigned index = 0) {
+    unsigned words[kNoiseWords] = {index, static_cast<unsigned>(position), static_cast<unsigned>(position >> 32), purpose};
+    philox(words, static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32));
+    return static_cast<float>(words[0] >> 8) * 0x1p-24f;
+}
+
 // Noise of the four ids that share counter `index`: noise_id(index, 0..3).
-__device__ __forceinline__ void gumbel_noise(unsigned long long seed, unsigned long long position, unsigned index,
-                                             float (&noise)[kNoiseWords]) {
-    unsigned counter[kNoiseWords] = {index, static_cast<unsigned>(position), static_cast<unsigned>(position >> 32), 0u};
+__device__ __forceinline__ void gumbel_noise(unsigned long long seed, unsigned long long position, Purpose purpose,
+                                             unsigned index, float (&noise)[kNoiseWords]) {
+    unsigned counter[kNoiseWords] = {index, static_cast<unsigned>(position), static_cast<unsigned>(position >> 32), purpose};
     philox(counter, static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32));
 #pragma unroll
     for (int w = 0; w < kNoiseWords; ++w) {

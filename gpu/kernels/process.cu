@@ -1,7 +1,8 @@
 // Logits with what a request does to them, for the rows that have any of it (gpu/backends/sampling.py, steps 2 to 4).
 //
 //   logits T [rows, vocab]; out float [processed_rows, vocab]
-//   row int [processed_rows]: the row of logits that each row of out comes from
+//   row int [processed_rows]: the row of logits that each row of out comes from, negative for padding, whose row of out
+//   is not written
 //   mask_index int [rows], -1 for none; mask_words 32 bits [masks, words]: bit i % 32 of word i / 32 is set where id i
 //   may be drawn
 //   bias_index int [rows], -1 for none; bias m adds bias_values to bias_ids [bias_offsets[m], bias_offsets[m + 1])
@@ -41,7 +42,9 @@ process(const T* __restrict__ logits, const int* __restrict__ row, const int* __
         const int* __restrict__ history_counts, const float* __restrict__ repetition,
         const float* __restrict__ frequency, const float* __restrict__ presence, float* __restrict__ out, int vocab,
         int words, int masked_width) {
-    const int i = row[blockIdx.x], mask = mask_index[i];
+    const int i = row[blockIdx.x];
+    if (i < 0) return;
+    const int mask = mask_index[i];
     const T* from = logits + static_cast<size_t>(i) * vocab;
     float* to = out + static_cast<size_t>(blockIdx.x) * vocab;
     for (int id = threadIdx.x; id < vocab; id += blockDim.x) {

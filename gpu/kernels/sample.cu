@@ -2,13 +2,16 @@
 //
 //   logits T [rows, vocab]; processed float [processed_rows, vocab], see process.cu; processed_index int [rows]: the
 //   processed row that is drawn from, -1 to draw from the logits themselves
-//   temperature, top_p, min_p, typical_p float [rows]; top_k int [rows]; seed, position 64 bit [rows]; want_logprob byte
-//   [rows]
+//   temperature, top_p, min_p, typical_p float [rows]; top_k int [rows]; seed, position 64 bit [rows]; by_rejection,
+//   want_logprob byte [rows]; draft_ids int [rows]: tried first where by_rejection, outside the vocabulary for none
 //   token_ids int [rows], logprobs float [rows], failed int [rows]
 //
+// A row with a negative position is padding, as in a recorded step that has fewer rows than room: it gets 0, and its
+// logits are not read. Everything that changes from step to step is read from device memory.
+//
 // Grid (rows); the whole block walks the row as often as its parameters need: twice for greedy, once more for the log
-// probability, three times each for top-k and top-p, five times for typical-p, once for the draw. A row is read from
-// memory once and then from cache.
+// probability, three times each for top-k and top-p, five times for typical-p, once for the draw, once more for the
+// probability of a draft. A row is read from memory once and then from cache.
 //
 // A truncation is a threshold on the logit, found by a radix search of three levels. Masses are added as integers of 42
 // bits, so no order of addition can change a result; they lie in three words of 14 bits, because shared memory adds 32
@@ -22,6 +25,7 @@ constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kLeast = -3.402823466e38f;                    // everything but -inf
 constexpr float kNoiseAtMost = 17.0f, kNoiseAtLeast = -3.0f;  // of 24-bit uniforms: 16.7 and -2.9
 constexpr int kLevels = 3, kBins = 2048, kWords = 3, kWordBits = 14;
+constexpr int kNoDraft = -1, kExact = -2;
 constexpr float kFullMass = 0x1.fffffep41f;  // the greatest below 2^42
 
 struct Scratch {
@@ -30,6 +34,7 @@ struct Scratch {
     unsigned digit;
     Key above;
     double target;
+    int draft;  // to be accepted by rejection, kNoDraft where there is none, or kExact; a register more would spill
 };
 
 // The logits that a token is drawn from.
@@ -152,11 +157,22 @@ __device__ float min_p_bound(float least, float peak, float temperature, float m
     return rounded > least ? rounded : least;
 }
 
-// Gumbel-max over the logits within a range.
+// Whether a draft, which is a point, is accepted: with its share of the masses within a range.
+template <typename T, typename Mass>
+__device__ bool accepts(const Row<T>& row, const Range& range, const Parameters& p, Mass mass, Scratch& scratch) {
+    auto kept_mass = [&](float x) { return x >= range.least && x <= range.greatest ? mass(x) : Key(0); };
+    Key total = 0;
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) total += kept_mass(row(id));
+    total = block_reduce(total, scratch.partials.keys, Sum());
+    const double share = static_cast<double>(kept_mass(row(scratch.draft)));
+    return uniform_of(p.seed, p.position, kAcceptance) * static_cast<double>(total) < share;
+}
+
+// Gumbel-max over the logits within a range, without the draft.
 template <typename T>
 __device__ int draw(const Row<T>& row, float peak, const Range& range, const Parameters& p, Scratch& scratch) {
     Key best = 0;
-    float bound = (range.greatest - peak) / p.temperature + kNoiseAtLeast;  // of the score of the greatest
+    float bound = scratch.draft < 0 ? (range.greatest - peak) / p.temperature + kNoiseAtLeast : kLeast;  // of the best
     const int counters = (row.vocab + kNoiseIds - 1) / kNoiseIds * kNoiseCounters;
     for (int index = threadIdx.x; index < counters; index += blockDim.x) {
         float scaled[kNoiseWords], noise[kNoiseWords];
@@ -166,11 +182,11 @@ __device__ int draw(const Row<T>& row, float peak, const Range& range, const Par
             const int id = noise_id(index, w);
             const float x = id < row.vocab ? row(id) : negative_infinity();
             scaled[w] = (x - peak) / p.temperature;
-            kept[w] = x >= range.least && x <= range.greatest && scaled[w] + kNoiseAtMost >= bound;
+            kept[w] = x >= range.least && x <= range.greatest && id != scratch.draft && scaled[w] + kNoiseAtMost >= bound;
             any |= kept[w];
         }
         if (!any) continue;
-        gumbel_noise(p.seed, p.position, index, noise);
+        gumbel_noise(p.seed, p.position, scratch.draft == kExact ? kSampling : kResidual, index, noise);
 #pragma unroll
         for (int w = 0; w < kNoiseWords; ++w) {
             if (!kept[w]) continue;
@@ -196,6 +212,7 @@ __device__ int draw_token(const Row<T>& row, Key peak, const Parameters& p, Scra
     if (p.min_p > 0.0f) least = min_p_bound(least, greatest, p.temperature, p.min_p);
     Range range = {least, greatest};
     if (p.typical_p < 1.0f) range = typical_range(row, least, greatest, p, scratch);
+    if (scratch.draft >= 0 && accepts(row, range, p, mass, scratch)) return scratch.draft;
     return draw(row, greatest, range, p, scratch);
 }
 
@@ -205,13 +222,22 @@ sample(const T* __restrict__ logits, const float* __restrict__ processed, const 
        const float* __restrict__ temperature, const int* __restrict__ top_k, const float* __restrict__ top_p,
        const float* __restrict__ min_p, const float* __restrict__ typical_p,
        const unsigned long long* __restrict__ seed, const long long* __restrict__ position,
+       const unsigned char* __restrict__ by_rejection, const int* __restrict__ draft_ids,
        const unsigned char* __restrict__ want_logprob, int* __restrict__ token_ids, float* __restrict__ logprobs,
        int* __restrict__ failed, int vocab) {
     __shared__ Scratch scratch;
     const int i = blockIdx.x, index = processed_index[i];
+    if (position[i] < 0) {
+        if (threadIdx.x == 0) token_ids[i] = failed[i] = 0, logprobs[i] = 0.0f;
+        return;
+    }
     const Row<T> row = {logits + static_cast<size_t>(i) * vocab, vocab};
     const Row<float> changed = {processed + static_cast<size_t>(index < 0 ? 0 : index) * vocab, vocab};
 
+    if (threadIdx.x == 0) {
+        const int draft = draft_ids[i];
+        scratch.draft = !by_rejection[i] ? kExact : draft >= 0 && draft < vocab ? draft : kNoDraft;
+    }
     const bool is_finite = all_finite(row);
     const Key model_peak = peak_of(row, scratch.partials);
     const Key peak = index < 0 ? model_peak : peak_of(changed, scratch.partials);

@@ -16,6 +16,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 """Number formats as the kernels write them."""
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+"""Dynamic shared memory that a block may ask for, by architecture; on each, one block of that size fits."""
 
 TemplateArgument = str | int | bool
 _PARAMETER = re.compile(r"(\w+): (\w+)(?:\[([^\]]*)\])?(\??)")
@@ -198,6 +200,8 @@ SAMPLE = Kernel(
         "typical_p: float32[rows]",
         "seed: uint64[rows]",
         "position: int64[rows]",
+        "by_rejection: uint8[rows]",
+        "draft_ids: int32[rows]",
         "want_logprob: uint8[rows]",
         "token_ids: int32[rows]",
         "logprobs: float32[rows]",
@@ -221,6 +225,8 @@ ACCEPT = Kernel(
         "accepted_ids: int32[rows]",
         "accepted_logprobs: float32[rows]",
         "sequence_failed: int32[sequences]",
+        "batch_rows: int32[sequences]?",
+        "last_tokens: int32[num_rows]?",
         "sequences: int32",
     ),
     ((),),
@@ -238,6 +244,63 @@ REJECT = Kernel(
         "token_ids: int32[rows]",
         "failed: int32[rows]",
         "vocab: int32",
+    ),
+    ((),),
+)
+WEIGH_BLOCKS = Kernel(
+    "weigh_blocks",
+    "rejection.cu",
+    1024,
+    (
+        "p: float32[rows, vocab]",
+        "q: float32[rows, vocab]?",
+        "draft_ids: int32[rows]",
+        "offsets: int32[offsets]",
+        "seeds: uint64[rows]",
+        "positions: int64[rows]",
+        "stands: int32[rows]",
+        "can_draw: int32[rows]",
+        "vocab: int32",
+    ),
+    ((),),
+)
+DRAW_BLOCKS = Kernel(
+    "draw_blocks",
+    "rejection.cu",
+    1024,
+    (*WEIGH_BLOCKS.signature[:-1], "token_ids: int32[rows]", "failed: int32[rows]", "vocab: int32"),
+    ((),),
+)
+NGRAM_OBSERVE = Kernel(
+    "ngram_observe",
+    "ngram.cu",
+    1024,
+    (
+        "rows: int32[sequences]",
+        "positions: int32[sequences]",
+        "offsets: int32[offsets]",
+        "token_ids: int32[tokens]",
+        "history: int32[num_rows, max_model_len]",
+        "lengths: int32[num_rows]",
+        "max_model_len: int32",
+        "vocab: int32",
+    ),
+    ((),),
+)
+NGRAM_PROPOSE = Kernel(
+    "ngram_propose",
+    "ngram.cu",
+    1024,
+    (
+        "history: int32[num_rows, max_model_len]",
+        "lengths: int32[num_rows]",
+        "rows: int32[sequences]",
+        "limits: int32[sequences]",
+        "draft_ids: int32[sequences, max_draft_tokens]",
+        "num_drafts: int32[sequences]",
+        "confidences: int32[sequences]",
+        "max_model_len: int32",
+        "max_draft_tokens: int32",
     ),
     ((),),
 )
@@ -325,6 +388,10 @@ KERNELS = (
     SAMPLE,
     ACCEPT,
     REJECT,
+    WEIGH_BLOCKS,
+    DRAW_BLOCKS,
+    NGRAM_OBSERVE,
+    NGRAM_PROPOSE,
     SCORE,
     PAGED_ATTENTION,
     PAGED_ATTENTION_WIDE,

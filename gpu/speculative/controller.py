@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from foreword.scheduler.step import DraftState, Int32Array
+from foreword.scheduler.step import DraftState, Int32Array, StepForecast
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class StepCost:
         index = int(np.abs(self._sizes - num_tokens).argmin())
         known = self._times[index]
         if known:
-            surprise = float(np.clip(duration_ns / known, 1 / _MAX_SURPRISE, _MAX_SURPRISE))
+            surprise = min(max(duration_ns / float(known), 1 / _MAX_SURPRISE), _MAX_SURPRISE)
             self._times *= surprise**_SPEED_WEIGHT
             self._times[index] *= surprise**_SIZE_WEIGHT
         else:
@@ -86,6 +86,20 @@ class StepCost:
         inside += slope * np.maximum(sizes - x[-1], 0) - slope * np.maximum(x[0] - sizes, 0)
         times: FloatArray = np.maximum(inside, y[0] * 0.01)
         return times
+
+    def forecast(self, num_sequences: int, num_tokens: int, num_new: int) -> StepForecast:
+        """What is expected of a step that only generates, and of doing without drafts what it did.
+
+        Args:
+            num_sequences: B.
+            num_tokens: T, drafts included.
+            num_new: tokens that came out of it: as many as of `num_new / B` steps without drafts.
+        """
+        if not self._times.any():
+            return StepForecast()
+        plain, step = self.predict(np.array([num_sequences, num_tokens]))
+        undrafted = plain * num_new / num_sequences if num_tokens > num_sequences else 0
+        return StepForecast(round(step), round(undrafted))
 
 
 class DraftController:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Int32Array
+from foreword.scheduler.step import Int32Array, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,21 @@ class Proposals:
         token_ids: int32 `[D]`, all in the vocabulary.
         confidences: int32 `[B]` how much the drafter has to go by, from 1 to its `max_confidence`; rows of equal
             confidence are accepted about equally often. 0 for a row without a proposal.
+        drafters: int32 `[B]` who proposed, as an index of the drafter's `names`; None for the only one.
     """
 
     offsets: Int32Array
     token_ids: Int32Array
     confidences: Int32Array
+    drafters: Int32Array | None = None
+
+
+@runtime_checkable
+class PlanDrafter(Protocol):
+    """A drafter that computes what the target computes."""
+
+    def see(self, plan: StepPlan) -> None:
+        """Take the plan of the step whose tokens come next."""
 
 
 class Drafter(Protocol):
@@ -30,14 +40,16 @@ class Drafter(Protocol):
 
     Attributes:
         name: that requests and operators use.
+        names: of the drafters that it chooses among; its own alone if it does not choose.
         max_confidence: greatest confidence of a proposal.
     """
 
     name: str
+    names: tuple[str, ...]
     max_confidence: int
 
-    def admit(self, row: int, request: Request) -> None:
-        """Forget what a row held; it (re)starts with the prompt of a request."""
+    def admit(self, row: int, request: Request, output_token_ids: Int32Array) -> None:
+        """Forget what a row held; it (re)starts with the prompt of a request and the output so far."""
 
     def observe(
         self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array, starts: Int32Array, ends: Int32Array

@@ -15,11 +15,12 @@ class NgramDrafter:
     """
 
     name: str
+    names: tuple[str, ...]
     max_confidence: int
 
     def __init__(self, max_num_sequences: int, max_model_len: int, max_draft_tokens: int, vocab_size: int) -> None: ...
-    def admit(self, row: int, request: Request) -> None:
-        """Forget what a row held; it (re)starts with the prompt of a request.
+    def admit(self, row: int, request: Request, output_token_ids: Int32Array) -> None:
+        """Forget what a row held; it (re)starts with the prompt of a request and the output so far.
 
         Raises:
             IndexError: there is no such row.
@@ -30,8 +31,8 @@ class NgramDrafter:
     ) -> None:
         """Learn tokens that stand in rows: b's are `token_ids[starts[b]:ends[b]]`, from `positions[b]` on.
 
-        Those at positions that are known already change nothing. Positions that were never seen (a resumed sequence
-        may have them in a cache) match nothing and are never proposed.
+        Those at positions that are known already change nothing. Positions that were never seen match nothing and are
+        never proposed.
         """
 
     def propose(self, rows: Int32Array, limits: Int32Array) -> Proposals:

@@ -71,6 +71,7 @@ cdef void append(History* h, int32_t token_id) noexcept nogil:
 @cython.final
 cdef class NgramDrafter:
     cdef readonly str name
+    cdef readonly tuple names
     cdef readonly int max_confidence
     cdef int num_rows
     cdef int max_model_len
@@ -83,6 +84,7 @@ cdef class NgramDrafter:
 
     def __cinit__(self, int max_num_sequences, int max_model_len, int max_draft_tokens, int vocab_size):
         self.name = "ngram"
+        self.names = (self.name,)
         self.max_confidence = LONGEST
         self.num_rows = max_num_sequences
         self.max_model_len = max_model_len
@@ -123,7 +125,7 @@ cdef class NgramDrafter:
         h.table_mask = table_size - 1
         return 0
 
-    def admit(self, int row, request):
+    def admit(self, int row, request, const int32_t[::1] output_token_ids):
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} is outside the {self.num_rows} rows")
         cdef const int32_t[::1] prompt = np.ascontiguousarray(request.prompt_token_ids)
@@ -131,6 +133,8 @@ cdef class NgramDrafter:
         self.allocate(row, min(self.max_model_len, len(prompt) + request.stopping.max_output_tokens))
         with nogil:
             self.extend(row, 0, &prompt[0], <int>prompt.shape[0])
+            if output_token_ids.shape[0]:
+                self.extend(row, <int>prompt.shape[0], &output_token_ids[0], <int>output_token_ids.shape[0])
 
     cdef void extend(self, int row, int start, const int32_t* token_ids, int num_tokens) noexcept nogil:
         """Append those of the tokens from position `start` on that are new and fit."""

@@ -6,9 +6,9 @@ import numpy as np
 import structlog
 
 from foreword.gpu.speculative.controller import DraftController, IntArray
-from foreword.gpu.speculative.drafter import Drafter, Proposals
+from foreword.gpu.speculative.drafter import Drafter, PlanDrafter, Proposals
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Drafts, DraftState, Int32Array, StepPlan
+from foreword.scheduler.step import Drafts, DraftState, Int32Array, StepForecast, StepPlan
 
 _log = structlog.get_logger(__name__)
 
@@ -20,7 +20,10 @@ class Speculator:
 
     Attributes:
         drafter_name: of its drafter.
+        drafter_names: of the drafters that it chooses among, or of its drafter alone.
         state: whether it proposes, and why not.
+        cost: what its controller knows of the cost of steps; None without one.
+        forecast: what was expected of the last step.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class Speculator:
             vocab_size: token ids are below it.
         """
         self.drafter_name = drafter.name
+        self.drafter_names = drafter.names
         self._drafter: Drafter | None = drafter
         self._controller = controller
+        self.cost = None if controller is None else controller.cost
+        self.forecast = StepForecast()
         self._max_draft_tokens = max_draft_tokens
         self._vocab_size = vocab_size
         self._row_limits = np.zeros(max_num_sequences, np.int32)
@@ -63,6 +69,7 @@ class Speculator:
             token_ids: of the step's result.
             model_duration_ns: of the step's result.
         """
+        self.forecast = StepForecast()
         if self._drafter is None:
             return None
         try:
@@ -73,6 +80,10 @@ class Speculator:
             self.state = DraftState.DRAFTER_FAILED
             return None
 
+    def disown(self, rows: Int32Array) -> None:
+        """Take the news that others' drafts are checked in some rows, which say nothing about the drafter."""
+        self._confidences[rows] = 0
+
     def _follow(
         self,
         drafter: Drafter,
@@ -81,8 +92,11 @@ class Speculator:
         token_ids: Int32Array,
         model_duration_ns: int,
     ) -> Drafts | None:
-        for row, request in plan.admitted:
-            self._admit(drafter, row, request)
+        for a, (row, request) in enumerate(plan.admitted):
+            output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
+            self._admit(drafter, row, request, plan.output_token_ids[output])
+        if isinstance(drafter, PlanDrafter):
+            drafter.see(plan)
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
@@ -92,6 +106,7 @@ class Speculator:
         decoding = num_new > 0
         if self._controller:
             if plan.num_tokens == len(plan.logits_indices):
+                self.forecast = self._controller.cost.forecast(plan.num_sequences, plan.num_tokens, len(token_ids))
                 self._controller.cost.observe(plan.num_tokens, model_duration_ns)
             first_ids = token_ids[token_offsets[:-1][decoding]]
             self._learn(self._controller, plan.rows[decoding], num_drafted[decoding], num_new[decoding] - 1, first_ids)
@@ -111,8 +126,8 @@ class Speculator:
             self.state = self._controller.state
         return _cut(proposals, lengths, decoding) if lengths.any() else None
 
-    def _admit(self, drafter: Drafter, row: int, request: Request) -> None:
-        drafter.admit(row, request)
+    def _admit(self, drafter: Drafter, row: int, request: Request, output_token_ids: Int32Array) -> None:
+        drafter.admit(row, request, output_token_ids)
         self._row_limits[row] = min(request.max_draft_tokens, self._max_draft_tokens)
         self._ends[row] = len(request.prompt_token_ids) + request.stopping.max_output_tokens
         self._confidences[row] = 0
@@ -142,4 +157,8 @@ def _cut(proposals: Proposals, lengths: IntArray, decoding: np.typing.NDArray[np
     token_ids = proposals.token_ids[starts + np.arange(len(starts))]
     counts = np.zeros(len(decoding), np.int64)
     counts[decoding] = lengths
-    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), token_ids)
+    drafters = None
+    if proposals.drafters is not None:
+        drafters = np.zeros(len(decoding), np.int32)
+        drafters[decoding] = proposals.drafters
+    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), token_ids, drafters)

@@ -15,6 +15,8 @@ from foreword.gpu.device import cuda_cache_memory, find_device
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.registry import read_config
 from foreword.gpu.runner import best_dtype, load_runner
+from foreword.gpu.speculative.calibration import calibrate
+from foreword.gpu.speculative.draft_model import DraftModel
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.scheduler import Scheduler
@@ -63,14 +65,19 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         speculation=config.speculation,
         max_draft_tokens=config.max_draft_tokens,
     )
-    num_blocks = count_blocks(config, model, max_model_len)
+    draft_model = _open_draft_model(config)
+    num_blocks = count_blocks(
+        config, model, max_model_len, read_config(draft_model.checkpoint) if draft_model else None
+    )
     scheduler = Scheduler(_scheduler_config(config, num_blocks, max_model_len))
     runner = load_runner(
         dataclasses.replace(device_config, num_blocks=num_blocks),
         checkpoint,
         lambda done, total: progress("weights", done, total),
         Tokenizer(checkpoint.tokenizer_json(), model.vocab_size).grammar_vocabulary(),
+        draft_model,
     )
+    calibrate(runner)
     info = EngineInfo(
         device=runner.device,
         device_name=runner.device_name,
@@ -84,13 +91,27 @@ def build_engine(config: EngineConfig, progress: Callable[[str, int, int], None]
         block_size=config.block_size,
         num_blocks=num_blocks,
         drafter="" if runner.speculator is None else runner.speculator.drafter_name,
+        drafters=("",) if runner.speculator is None else runner.speculator.drafter_names,
         max_draft_tokens=0 if runner.speculator is None else config.max_draft_tokens,
         load_duration_s=(time.monotonic_ns() - start_ns) / 1e9,
     )
     return Engine(scheduler, runner, info)
 
 
-def count_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
+def _open_draft_model(config: EngineConfig) -> DraftModel | None:
+    wants_one = config.speculation == "draft-model"
+    if wants_one != bool(config.draft_model_path):
+        raise ConfigError("draft_model: is needed with speculation 'draft-model', and of no use without")
+    if not wants_one:
+        return None
+    checkpoint = open_checkpoint(Path(config.draft_model_path))
+    vocab_size = read_config(checkpoint).vocab_size
+    return DraftModel(checkpoint, Tokenizer(checkpoint.tokenizer_json(), vocab_size).grammar_vocabulary())
+
+
+def count_blocks(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, draft_model: ModelConfig | None = None
+) -> int:
     """Blocks of the KV cache that `config` asks for or, by its defaults, that the machine can give.
 
     Raises:
@@ -100,7 +121,8 @@ def count_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int) -
     limit = config.kv_cache_bytes
     if not limit:
         limit = cuda_cache_memory(model, config.dtype) if is_cuda else machine_memory() // _DEFAULT_MEMORY_SHARE
-    affordable = limit // kv_cache_bytes_per_block(model, config.block_size, config.dtype)
+    models = [model] if draft_model is None else [model, draft_model]
+    affordable = limit // sum(kv_cache_bytes_per_block(each, config.block_size, config.dtype) for each in models)
     if affordable < 1:
         raise ConfigError(f"kv_cache_memory: {limit} bytes do not hold one block of {config.block_size} tokens")
     if config.kv_cache_bytes or is_cuda:
@@ -128,6 +150,7 @@ def _scheduler_config(config: EngineConfig, num_blocks: int, max_model_len: int)
             max_num_waiting=config.max_num_waiting,
             max_num_waiting_tokens=config.max_num_waiting_tokens,
             tenant_weights=config.tenant_weights,
+            lookahead=int(config.device == "cuda"),
             hash_key=secrets.token_bytes(16),
         )
     except ValueError as error:

@@ -27,6 +27,7 @@ class EngineConfig:
         max_num_waiting_tokens: prompt tokens that may wait.
         tenant_weights: (tenant, weight) pairs; a tenant that is not listed weighs 1.
         speculation: "auto", "off" or the name of a drafter.
+        draft_model_path: like `model_path`, of the model that drafts; empty for none.
         max_draft_tokens: drafts of a sequence that a step checks at most.
         log_level: of the engine process, "debug", "info", "warning" or "error".
         log_json: log records of the engine process are JSON.
@@ -45,6 +46,7 @@ class EngineConfig:
     max_num_waiting_tokens: int = 1 << 20
     tenant_weights: tuple[tuple[str, int], ...] = ()
     speculation: str = "auto"
+    draft_model_path: str = ""
     max_draft_tokens: int = 6
     log_level: str = "info"
     log_json: bool = True

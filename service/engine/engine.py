@@ -14,8 +14,8 @@ import numpy.typing as npt
 from foreword.scheduler.errors import InvalidField
 from foreword.scheduler.request import Request
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import DraftState, SchedulerLoad, StepPlan, StepResult, StepUpdate
-from foreword.service.engine.messages import EngineInfo, StepHeader, StepReport
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepForecast, StepPlan, StepResult, StepUpdate
+from foreword.service.engine.messages import DraftCounts, EngineInfo, StepHeader, StepReport
 
 
 class Runner(Protocol):
@@ -74,6 +74,7 @@ class Engine:
             self._launch = lambda plan: functools.partial(runner.execute, plan)
         self._open: deque[_OpenStep] = deque()
         self._end_ns = 0
+        self._has_drafts = False
         self._draft_state = DraftState.NO_GAIN if info.drafter else DraftState.DISABLED
         self._request_keys = np.zeros(scheduler.config.max_num_sequences, np.int64)
 
@@ -117,24 +118,31 @@ class Engine:
     def step(self) -> StepReport | None:
         """Run one step; None when there was nothing to do. The report's arrays are valid until the next call.
 
-        Where the scheduler looks ahead, the next step is begun before the result of this one is waited for.
+        Where the scheduler looks ahead, the next step is begun before the result of this one is waited for, except
+        while the device proposes drafts.
 
         Raises:
             StepFault: the scheduler or the device raised an exception.
         """
         report = None
         while report is None:
+            is_idle = not self._open
             while self._scheduler.can_schedule and self._is_worth_a_plan:
                 self._begin_step()
             report = self._finish_step(self._open.popleft())
-            if not self._open:
+            if is_idle and not self._open:  # an empty plan behind another one only means that all wait for a result
                 break
         return report
 
     @property
     def _is_worth_a_plan(self) -> bool:
-        """One plan is made in any case, another behind it only if that one computes something."""
-        return not self._open or (self._open[-1].plan.num_sequences > 0 and self._scheduler.has_work)
+        """One plan is made in any case, another behind it only if that one computes something.
+
+        While drafts come with the results a plan waits for them: a sequence that is planned already would lose its own.
+        """
+        if not self._open:
+            return True
+        return self._open[-1].plan.num_sequences > 0 and self._scheduler.has_work and not self._has_drafts
 
     def _begin_step(self) -> None:
         plan: StepPlan | None = None
@@ -155,10 +163,13 @@ class Engine:
             update = self._scheduler.apply(result)
         except Exception as cause:
             raise self._step_fault(plan, cause) from cause
+        self._has_drafts = result is not None and result.drafts is not None
         if result is None and not len(update.sequences):
             return None
         start_ns = max(step.start_ns, self._end_ns)
         self._end_ns = time.monotonic_ns()
+        sequences = update.sequences
+        verified = sequences[sequences["num_drafted"] > 0]
         header = StepHeader(
             step_id=plan.step_id,
             start_ns=start_ns,
@@ -174,9 +185,14 @@ class Engine:
             num_prefill_tokens=plan.num_prefill_tokens,
             num_drafted=int(update.sequences["num_drafted"].sum()),
             num_accepted=int(update.sequences["num_accepted"].sum()),
+            drafted=_by_place(verified["num_drafted"]),
+            accepted=_by_place(verified["num_accepted"]),
+            emitted=_by_place(verified["num_tokens"]),
+            forecast=result.forecast if result else StepForecast(),
             num_output_tokens=len(update.token_ids),
             num_preempted=plan.num_preempted,
             num_finished=int(np.count_nonzero(update.sequences["finish_reason"])),
+            drafts=_count_drafts(update.sequences),
         )
         self._draft_state = header.draft_state
         scores, prompt_scores = (result.scores, result.prompt_scores) if result else (None, None)
@@ -222,3 +238,19 @@ class Engine:
         if plan is None:
             return StepFault(0, [], cause)
         return StepFault(plan.step_id, self._request_keys[plan.rows].tolist(), cause)
+
+
+def _count_drafts(sequences: npt.NDArray[np.void]) -> tuple[DraftCounts, ...]:
+    checked = sequences[sequences["num_drafted"] > 0]
+    return tuple(
+        DraftCounts(drafter, int(own["num_drafted"].sum()), int(own["num_accepted"].sum()))
+        for drafter in np.unique(checked["drafter"]).tolist()
+        for own in [checked[checked["drafter"] == drafter]]
+    )
+
+
+def _by_place(counts: npt.NDArray[np.int32]) -> tuple[int, ...]:
+    """Element k: how many of the counts are above k, up to the greatest of them."""
+    if not len(counts):
+        return ()
+    return tuple(np.cumsum(np.bincount(counts)[::-1])[-2::-1].tolist())

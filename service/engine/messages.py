@@ -6,7 +6,7 @@ reply per submit, and one `StepReport` per step, however many sequences and toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.errors import ForewordError, InvalidField
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import DraftState, SchedulerLoad, TokenScores
+from foreword.scheduler.step import DraftState, SchedulerLoad, StepForecast, TokenScores
 
 FRONT_END_SHIFT = 48
 """A request key holds the index of its front end above this bit, and that front end's own counter below."""
@@ -60,6 +60,7 @@ class EngineInfo:
         num_blocks: blocks of the KV cache.
         load_duration_s: from start of the process to ready.
         drafter: name of the drafter; empty when speculation is off.
+        drafters: names of those that it chooses among, or its own; `SEQUENCE_UPDATE` refers to them by index.
         max_draft_tokens: drafts of a sequence that a step checks at most.
     """
 
@@ -76,7 +77,13 @@ class EngineInfo:
     num_blocks: int
     load_duration_s: float
     drafter: str = ""
+    drafters: tuple[str, ...] = ("",)
     max_draft_tokens: int = 0
+
+    @property
+    def available_drafters(self) -> tuple[str, ...]:
+        """Names that a request may give."""
+        return tuple(dict.fromkeys((self.drafter, *self.drafters))) if self.drafter else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,21 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Drafts of one drafter that a step checked.
+
+    Attributes:
+        drafter: index in `EngineInfo.drafters`.
+        num_drafted: draft tokens checked.
+        num_accepted: of those, accepted and kept.
+    """
+
+    drafter: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepHeader:
     """Facts about one step, the same for all of its sequences.
 
@@ -189,9 +211,14 @@ class StepHeader:
         num_prefill_tokens: of the tokens, those of prompts.
         num_drafted: draft tokens checked.
         num_accepted: of those, accepted and kept.
+        drafted: sequences that had a draft checked at each place of a draft, from the first place on.
+        accepted: of those, sequences whose draft was accepted and kept.
+        emitted: of the sequences that had drafts checked, those that a token came out of at each place.
+        forecast: what the device expected of the step.
         num_output_tokens: tokens that came out.
         num_preempted: sequences that lost their blocks to others.
         num_finished: sequences that ended.
+        drafts: the drafts checked, of each drafter that has any.
     """
 
     step_id: int
@@ -208,9 +235,14 @@ class StepHeader:
     num_prefill_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    emitted: tuple[int, ...] = ()
+    forecast: StepForecast = field(default_factory=StepForecast)
     num_output_tokens: int = 0
     num_preempted: int = 0
     num_finished: int = 0
+    drafts: tuple[DraftCounts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

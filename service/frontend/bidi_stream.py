@@ -17,7 +17,7 @@ from foreword.service.frontend.registry import MAX_RECENT
 from foreword.service.frontend.responses import GenerationConverter, refusal
 from foreword.service.frontend.timeline import Timeline
 from foreword.service.frontend.validation import check_supported
-from foreword.service.status import MalformedRequest, MethodUnimplemented, code_of
+from foreword.service.status import MalformedRequest, MethodUnimplemented, ResponseTooLarge, code_of
 from foreword.v1 import generation_pb2, generation_service_pb2
 
 _log = structlog.get_logger(__name__)
@@ -27,8 +27,8 @@ _METHOD = "foreword.v1.GenerationService/BidiGenerateText"
 MAX_STARTING = 64
 """Generations of a stream that may be on their way to admission; reading waits for one of them before the next."""
 
-MAX_MESSAGE_TOKENS = 8192
-"""Tokens in one message, which keeps it below the size that clients take."""
+MAX_COLLECTED_TOKENS = 8192
+"""Tokens that are made into events at once; the event loop's other work waits meanwhile."""
 
 
 class BidiStream:
@@ -58,7 +58,7 @@ class BidiStream:
         reader.add_done_callback(lambda _: self._wake.set())
         try:
             await self._write(reader)
-        except ClientStalled as error:
+        except (ClientStalled, ResponseTooLarge) as error:
             for generation in self._live:
                 generation.abandon(error)
             raise
@@ -83,7 +83,7 @@ class BidiStream:
     async def _carry_out(self, command: Any, index: int) -> None:
         if isinstance(command, Undecodable):
             raise MalformedRequest("the command is not a message of the expected type")
-        check_supported(command, {"start.spec", "cancel.request_id", "append_turn"}, {})
+        check_supported(command, {"start.spec", "cancel.request_id", "append_turn"})
         match command.WhichOneof("command"):
             case "start":
                 await self._start_slots.acquire()
@@ -164,8 +164,7 @@ class BidiStream:
                     # apart from the first message: while a write of both is blocked, gRPC cannot send a status
                     await self._context.send_initial_metadata(())
                     has_begun = True
-                response = generation_service_pb2.BidiGenerateTextResponse(events=events)
-                await self._frontend.write(self._context, response)
+                await self._frontend.write(self._context, events, generation_service_pb2.BidiGenerateTextResponse)
                 continue
             if reader.done() and (reader.exception() or not self._live):
                 reader.result()
@@ -177,7 +176,7 @@ class BidiStream:
         """Take refusals, and news of one generation after the other until the message is large enough."""
         collected, self._refusals = self._refusals, []
         num_tokens = 0
-        while self._fresh and num_tokens < MAX_MESSAGE_TOKENS:
+        while self._fresh and num_tokens < MAX_COLLECTED_TOKENS:
             generation = next(iter(self._fresh))
             del self._fresh[generation]
             if not generation.is_admitted:

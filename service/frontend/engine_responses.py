@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import zip_longest
 
 from foreword.scheduler.step import SchedulerLoad
 from foreword.service.engine.messages import EngineInfo, StepHeader
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.responses import duration, timestamp
-from foreword.v1 import engine_pb2
+from foreword.v1 import engine_pb2, speculation_pb2
 
 
 def load_message(load: SchedulerLoad) -> engine_pb2.Load:
@@ -40,12 +42,12 @@ def engine_message(info: EngineInfo, model: str) -> engine_pb2.EngineInfo:
     )
 
 
-def step_message(header: StepHeader, token_budget: int) -> engine_pb2.Step:
+def step_message(header: StepHeader, info: EngineInfo) -> engine_pb2.Step:
     """Facts about a step as a message.
 
     Args:
         header: of the step.
-        token_budget: tokens that a step of the engine may compute.
+        info: of its engine.
     """
     return engine_pb2.Step(
         step_id=header.step_id,
@@ -58,14 +60,34 @@ def step_message(header: StepHeader, token_budget: int) -> engine_pb2.Step:
         prefill_sequence_count=header.num_prefill_sequences,
         token_count=header.num_tokens,
         prefill_token_count=header.num_prefill_tokens,
-        token_budget=token_budget,
+        token_budget=info.max_num_batched_tokens,
         draft_token_count=header.num_drafted,
         accepted_draft_token_count=header.num_accepted,
         output_token_count=header.num_output_tokens,
         preempted_sequence_count=header.num_preempted,
         finished_sequence_count=header.num_finished,
         load=load_message(header.load),
+        drafts=[
+            engine_pb2.DraftCounts(
+                drafter=info.drafters[counts.drafter],
+                draft_token_count=counts.num_drafted,
+                accepted_draft_token_count=counts.num_accepted,
+            )
+            for counts in header.drafts
+        ],
+        draft_places=_draft_places(header),
+        predicted_verify_duration_micros=header.forecast.model_duration_ns // 1000,
+        undrafted_duration_micros=header.forecast.undrafted_duration_ns // 1000,
+        speculation_off_reason=speculation_pb2.SpeculationOffReason.ValueType(header.draft_state.value),
     )
+
+
+def _draft_places(header: StepHeader) -> Iterator[engine_pb2.DraftPlace]:
+    columns = zip_longest(header.drafted, header.accepted, header.emitted, fillvalue=0)
+    for drafted, accepted, emitted in columns:
+        yield engine_pb2.DraftPlace(
+            draft_token_count=drafted, accepted_draft_token_count=accepted, output_token_count=emitted
+        )
 
 
 def generation_message(generation: Generation, model: str) -> engine_pb2.GenerationInfo:

@@ -37,7 +37,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.GetServerInfoRequest, context: Any
     ) -> engine_service_pb2.GetServerInfoResponse:
         """Version, state and capacities."""
-        check_supported(request, (), {})
+        check_supported(request, ())
         frontend = self._frontend
         info = frontend.engine.info if frontend.engine.ready else None
         return engine_service_pb2.GetServerInfoResponse(
@@ -53,7 +53,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.GetLoadRequest, context: Any
     ) -> engine_service_pb2.GetLoadResponse:
         """Gauges at this moment."""
-        check_supported(request, (), {})
+        check_supported(request, ())
         self._frontend.engine_info()
         return engine_service_pb2.GetLoadResponse(load=load_message(self._frontend.engine.load))
 
@@ -61,7 +61,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.WatchLoadRequest, context: Any
     ) -> None:
         """Send the gauges at an interval."""
-        check_supported(request, {"interval"}, {})
+        check_supported(request, {"interval"})
         interval_s = DEFAULT_LOAD_INTERVAL_S
         if request.HasField("interval"):
             interval_s = check_duration("interval", request.interval, 0.01, 60.0)
@@ -80,7 +80,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.WatchStepsRequest, context: Any
     ) -> None:
         """Send steps whenever the client takes more."""
-        check_supported(request, {"coalesce_duration"}, {})
+        check_supported(request, {"coalesce_duration"})
         coalesce_s = 0.0
         if request.HasField("coalesce_duration"):
             coalesce_s = check_duration("coalesce_duration", request.coalesce_duration, 0.0, 10.0)
@@ -90,14 +90,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 headers, num_dropped = watcher.take()
                 info = self._frontend.engine.info
                 assert info is not None, "there was a step"
-                steps = [step_message(header, info.max_num_batched_tokens) for header in headers]
+                steps = [step_message(header, info) for header in headers]
                 await context.write(engine_service_pb2.WatchStepsResponse(steps=steps, dropped_step_count=num_dropped))
 
     async def ListGenerations(
         self, request: engine_service_pb2.ListGenerationsRequest, context: Any
     ) -> engine_service_pb2.ListGenerationsResponse:
         """Answer with a part of the generations under way."""
-        check_supported(request, {"page_size", "page_token"}, {})
+        check_supported(request, {"page_size", "page_token"})
         page_size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE_SIZE
         check_number("page_size", page_size, 1, MAX_PAGE_SIZE)
         try:
@@ -114,7 +114,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.DrainServerRequest, context: Any
     ) -> engine_service_pb2.DrainServerResponse:
         """Begin what SIGTERM begins, and answer at once."""
-        check_supported(request, {"grace_duration"}, {})
+        check_supported(request, {"grace_duration"})
         frontend = self._frontend
         grace_s = frontend.config.drain_grace_s
         if request.HasField("grace_duration"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -22,13 +22,17 @@ from foreword.service.frontend.metrics import Metrics
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.registry import GenerationRegistry
 from foreword.service.frontend.requests import read_settings
+from foreword.service.frontend.response_size import check_message_size, max_packed_bytes, packed
 from foreword.service.frontend.responses import GenerationConverter
 from foreword.service.frontend.step_feed import StepFeed
 from foreword.service.frontend.timeline import Timeline
+from foreword.service.status import ResponseTooLarge
 from foreword.service.tenants import TENANT_KEY, TENANT_NAMES, is_tenant_name
-from foreword.v1 import generation_pb2
+from foreword.v1 import generation_pb2, generation_service_pb2
 
 _log = structlog.get_logger(__name__)
+
+StreamedResponse = generation_service_pb2.StreamGenerateTextResponse | generation_service_pb2.BidiGenerateTextResponse
 
 
 class State(IntEnum):
@@ -100,7 +104,8 @@ class Frontend:
             InvalidField, ContextLengthExceeded, UnknownModel, DuplicateRequest, EngineUnavailable: it cannot begin.
         """
         self.model.check_name(spec.model)
-        settings = read_settings(spec, self.engine_info(), round(self.config.max_generation_duration_s * 1e9))
+        max_duration_ns = round(self.config.max_generation_duration_s * 1e9)
+        settings = read_settings(spec, self.engine_info(), max_duration_ns, streamed=streamed)
         self.registry.check_free(settings.request_id)
         generation = Generation(
             settings,
@@ -109,6 +114,7 @@ class Frontend:
             timeline,
             notify,
             buffer_tokens=self.config.stream_buffer_tokens if streamed else None,
+            max_response_bytes=self.config.max_send_message_bytes,
             rpc_deadline_ns=rpc_deadline_ns,
             tenant=tenant,
         )
@@ -156,7 +162,7 @@ class Frontend:
         structlog.contextvars.bind_contextvars(request_id=generation.settings.request_id)
         try:
             yield generation, self.converter(generation)
-        except ClientStalled as error:
+        except (ClientStalled, ResponseTooLarge) as error:
             generation.abandon(error)
             raise
         finally:
@@ -171,15 +177,22 @@ class Frontend:
         self.metrics.count_step(header)
         self.steps.publish(header)
 
-    async def write(self, context: Any, message: Any) -> None:
-        """Send a message, waiting for the client to read no longer than the stall budget.
+    async def write(
+        self, context: Any, events: Iterable[generation_pb2.GenerationEvent], response_type: type[StreamedResponse]
+    ) -> None:
+        """Send events in as few messages as hold them, waiting for the client to read no longer than the stall budget.
 
         Raises:
             ClientStalled: it did not read in time.
+            ResponseTooLarge: a single event does not fit a message.
         """
+        limit = self.config.max_send_message_bytes
         try:
-            async with asyncio.timeout(self.config.stall_budget_s):
-                await context.write(message)
+            for pack in packed(events, max_packed_bytes(limit)):
+                response = response_type(events=pack)
+                check_message_size(response.ByteSize(), limit)
+                async with asyncio.timeout(self.config.stall_budget_s):
+                    await context.write(response)
         except TimeoutError:
             budget_s = self.config.stall_budget_s
             raise ClientStalled(f"the client did not read for {budget_s:g} s", stall_budget_s=budget_s) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,14 @@ from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Finish, Output, Record
+from foreword.service.frontend.prefill_progress import PrefillProgress, Progress
 from foreword.service.frontend.prompt_echo import PromptEcho, PromptPart
+from foreword.service.frontend.response_size import (
+    check_response_size,
+    least_response_bytes,
+    max_packed_bytes,
+    max_part_tokens,
+)
 from foreword.service.frontend.settings import Chat, GenerationSettings
 from foreword.service.frontend.timeline import Timeline
 from foreword.service.frontend.validation import check_scored_prompt
@@ -70,8 +78,7 @@ class Generation:
         counts: tokens and steps.
         is_admitted: the scheduler took it.
         max_output_tokens: in effect; 0 until the prompt is tokenized.
-        draft_lengths: element k counts the verifications of k drafts.
-        acceptance: element k counts the verifications that accepted k drafts.
+        verifications: how often so many drafts of a drafter (its index) were checked and so many accepted.
         outputs: by their index.
         error: why the generation failed; `None` while it has not.
     """
@@ -85,6 +92,7 @@ class Generation:
         notify: Callable[[Generation], None],
         *,
         buffer_tokens: int | None,
+        max_response_bytes: int,
         rpc_deadline_ns: int | None = None,
         tenant: str = "",
     ) -> None:
@@ -97,6 +105,7 @@ class Generation:
             timeline: begun at receipt.
             notify: called whenever there is something to take, and at the end.
             buffer_tokens: bound of a streamed generation; `None` for one that is not streamed.
+            max_response_bytes: that a message may have.
             rpc_deadline_ns: monotonic clock at which the RPC ends, when it has a deadline.
             tenant: that the RPC names.
         """
@@ -106,19 +115,24 @@ class Generation:
         self.counts = Counts()
         self.is_admitted = False
         self.max_output_tokens = 0
-        self.draft_lengths: list[int] = []
-        self.acceptance: list[int] = []
+        self.verifications: Counter[tuple[int, int, int]] = Counter()
         self.error: ForewordError | None = None
         self._model = model
         self._engine = engine
         self._notify = notify
         self._buffer_tokens = buffer_tokens
+        self._max_response_bytes = max_response_bytes
+        self._max_part_tokens = None
+        if buffer_tokens is not None:
+            longest = model.text.vocabulary.max_token_bytes
+            self._max_part_tokens = max_part_tokens(settings, longest, max_packed_bytes(max_response_bytes))
         self._rpc_deadline_ns = rpc_deadline_ns
         self._request_key = engine.new_request_key(settings.num_outputs)
         self._last_step_id = self._last_prefill_step_id = 0
         self._cancel_requested = False
         self._compilation: asyncio.Task[str] | None = None
         self._prompt: PromptEcho | None = None
+        self._progress = PrefillProgress() if settings.prefill_progress else None
         self._paused_ns = 0
         self._watchdog: asyncio.TimerHandle | None = None
         self._eos_token_ids = () if settings.ignore_eos else model.eos_token_ids
@@ -129,7 +143,8 @@ class Generation:
                 settings,
                 model.text.vocabulary,
                 {*self._eos_token_ids, *settings.stop_token_ids},
-                is_streamed=buffer_tokens is not None,
+                max_part_tokens=self._max_part_tokens,
+                notify=lambda: notify(self),
             )
             for index in range(settings.num_outputs)
         )
@@ -173,6 +188,7 @@ class Generation:
 
         Raises:
             InvalidField: the prompt or the constraint cannot be used.
+            ResponseTooLarge: the answer would not fit one message.
             ContextLengthExceeded, QueueFull, DeadlineInfeasible, EngineUnavailable: it was not admitted.
         """
         try:
@@ -181,7 +197,8 @@ class Generation:
             self.counts.num_prompt = len(prompt_token_ids)
             request = self._request(prompt_token_ids)
             if self.settings.echo_prompt or self.settings.prompt_logprobs:
-                self._prompt = PromptEcho(self.settings, self._model.text.vocabulary, prompt_token_ids)
+                vocabulary = self._model.text.vocabulary
+                self._prompt = PromptEcho(self.settings, vocabulary, prompt_token_ids, self._max_part_tokens)
             if self.settings.constraint is not None:
                 request = await self._constrain(request, self.settings.constraint)
                 self.timeline.compile_ns = time.monotonic_ns()
@@ -220,21 +237,28 @@ class Generation:
         """Free what it holds in the engine, when nobody waits for the rest."""
         if self._watchdog is not None:
             self._watchdog.cancel()
+        for output in self.outputs:
+            output.coalescer.close()
         if not self.is_over:
             self._forget()
 
     def take(self) -> list[Delta]:
-        """What the outputs gained since the last time, to be handed to gRPC now; at most one delta of each."""
+        """What the outputs gained since the last time, to be handed to gRPC now."""
         now_ns = time.monotonic_ns()
+        due = [output for output in self.outputs if self._is_due(output)]
         if self._buffer_tokens is not None:
-            for output in self.outputs:
+            for output in due:
                 output.hand_over(now_ns)
             self._resume(now_ns)
-        return [delta for output in self.outputs if (delta := output.take())]
+        return [delta for output in due for delta in output.take()]
 
-    def take_prompt(self) -> PromptPart | None:
-        """The prompt, or the part of it that came since the last time, if it is to be returned."""
-        return self._prompt.take() if self._prompt else None
+    def take_prompt(self) -> list[PromptPart]:
+        """The prompt, or what came of it since the last time, if it is to be returned."""
+        return self._prompt.take() if self._prompt else []
+
+    def take_progress(self) -> Progress | None:
+        """How far the prompt is computed, if that is wanted and has changed since the last time."""
+        return self._progress.take() if self._progress else None
 
     def on_step(
         self,
@@ -280,7 +304,7 @@ class Generation:
 
     async def _constrain(self, request: Request, constraint: Constraint) -> Request:
         """Compile a constraint for a request, unless a cancel or the time limit comes first."""
-        self._compilation = asyncio.create_task(self._model.text.compile_constraint(constraint))
+        self._compilation = asyncio.create_task(self._model.text.compile_constraint(constraint, self.tenant))
         alarm = asyncio.get_running_loop().call_at(self.deadline_ns / 1e9, self._compilation.cancel)
         try:
             return replace(request, grammar=await self._compilation)
@@ -324,6 +348,9 @@ class Generation:
             )
         if settings.prompt_logprobs:
             check_scored_prompt("output.prompt_logprobs", len(prompt_token_ids))
+        if self._buffer_tokens is None:
+            least = least_response_bytes(settings, len(prompt_token_ids), self.max_output_tokens)
+            check_response_size(least, self._max_response_bytes, settings)
         return Request(
             request_key=self._request_key,
             prompt_token_ids=prompt_token_ids,
@@ -345,6 +372,8 @@ class Generation:
             num_top_logprobs=settings.num_top_logprobs,
             want_prompt_logprobs=settings.prompt_logprobs,
             max_draft_tokens=settings.max_draft_tokens,
+            acceptance=settings.acceptance,
+            drafter=settings.drafter,
             num_outputs=settings.num_outputs,
         )
 
@@ -389,7 +418,8 @@ class Generation:
             self._conclude(output, reason, int(token_ids[-1]) if reason in _STOPS else None)
         elif output.has_news:
             self._pause(now_ns)
-            self._notify(self)
+            if self._is_due(output):
+                self._notify(self)
 
     def _count(self, output: Output, header: StepHeader, record: Record) -> None:
         """Add what a record brings to what the last one of its output said."""
@@ -401,6 +431,10 @@ class Generation:
         if output.index == 0:  # the others find their prompt in the cache because this one computed it
             counts.num_prompt_computed = record.num_prompt_computed
             counts.num_cached = max(counts.num_cached, record.num_cached)
+            if self._progress and self._progress.note(
+                Progress(record.num_prompt_computed, counts.num_cached, header.end_ns)
+            ):
+                self._notify(self)
         counts.num_drafted += record.num_drafted
         counts.num_accepted += record.num_accepted
         if record.step_kind != StepKind.NONE and header.step_id != self._last_step_id:
@@ -412,11 +446,14 @@ class Generation:
         counts.num_preemptions += record.num_preemptions - last.num_preemptions
         counts.num_recomputed += record.num_recomputed - last.num_recomputed
         if record.num_drafted:
-            _tally(self.draft_lengths, record.num_drafted)
-            _tally(self.acceptance, record.num_accepted)
+            self.verifications[record.drafter, record.num_drafted, record.num_accepted] += 1
 
     def _count_output(self) -> None:
         self.counts.num_output = sum(output.num_tokens for output in self.outputs)
+
+    def _is_due(self, output: Output) -> bool:
+        """Its tokens wait for no others."""
+        return output.coalescer.is_due or output.finish is not None or self.is_paused or self.error is not None
 
     def _pause(self, now_ns: int) -> None:
         if self._buffer_tokens is not None and self.num_waiting > self._buffer_tokens and not self._paused_ns:
@@ -486,9 +523,3 @@ class Generation:
     def _end(self, output: Output, finish: Finish) -> None:
         output.finish = finish
         self._notify(self)
-
-
-def _tally(counts: list[int], value: int) -> None:
-    """Count a value in the element of its number."""
-    counts.extend([0] * (value + 1 - len(counts)))
-    counts[value] += 1

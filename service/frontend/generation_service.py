@@ -8,6 +8,7 @@ from typing import Any
 from foreword.scheduler.errors import InvalidField
 from foreword.service.frontend.bidi_stream import BidiStream
 from foreword.service.frontend.frontend import Frontend
+from foreword.service.frontend.response_size import check_response_size
 from foreword.service.frontend.validation import check_request_id, check_supported
 from foreword.v1 import generation_pb2, generation_service_pb2, generation_service_pb2_grpc
 
@@ -34,8 +35,11 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             await over.wait()
             if generation.error is not None:
                 raise generation.error
+            response = converter.response()
+            limit = self._frontend.config.max_send_message_bytes
+            check_response_size(response.ByteSize(), limit, generation.settings)
             context.set_trailing_metadata(converter.trailers())
-            return converter.response()
+            return response
 
     async def StreamGenerateText(  # type: ignore[override]
         self, request: generation_service_pb2.StreamGenerateTextRequest, context: Any
@@ -57,8 +61,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
                 is_last = generation.is_over
                 events += converter.news()
                 if events:
-                    response = generation_service_pb2.StreamGenerateTextResponse(events=events)
-                    await self._frontend.write(context, response)
+                    await self._frontend.write(context, events, generation_service_pb2.StreamGenerateTextResponse)
                     events = []
                 if not is_last:
                     await wake.wait()
@@ -77,7 +80,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.CancelGenerationRequest, context: Any
     ) -> generation_service_pb2.CancelGenerationResponse:
         """End a generation that any RPC started."""
-        check_supported(request, {"request_id"}, {})
+        check_supported(request, {"request_id"})
         check_request_id("request_id", request.request_id)
         was_active = self._frontend.registry.cancel(request.request_id)
         return generation_service_pb2.CancelGenerationResponse(
@@ -90,7 +93,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
 def _spec_of(
     request: generation_service_pb2.GenerateTextRequest | generation_service_pb2.StreamGenerateTextRequest,
 ) -> generation_pb2.GenerationSpec:
-    check_supported(request, {"spec"}, {})
+    check_supported(request, {"spec"})
     if not request.HasField("spec"):
         raise InvalidField("spec", "is required")
     return request.spec

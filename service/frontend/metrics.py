@@ -91,6 +91,10 @@ class Metrics(Collector):
             totals["schedule ns"] += header.schedule_duration_ns
             totals["draft ns"] += header.draft_duration_ns
             totals["model ns"] += header.model_duration_ns
+            if header.forecast.undrafted_duration_ns:
+                totals["actual ns"] += header.draft_duration_ns + header.model_duration_ns
+                totals["predicted ns"] += header.draft_duration_ns + header.forecast.model_duration_ns
+                totals["undrafted ns"] += header.forecast.undrafted_duration_ns
 
     def count_generation(self, generation: Generation, now_ns: int) -> None:
         """Count a generation that has ended."""
@@ -123,13 +127,13 @@ class Metrics(Collector):
             self._totals["prefix cache hit tokens"] += counts.num_cached
 
     def _count_drafts(self, generation: Generation) -> None:
-        drafter = generation.settings.drafter
-        for lengths, totals in ((generation.draft_lengths, self._drafted), (generation.acceptance, self._accepted)):
-            num_verifications = sum(lengths)
-            for position, count in enumerate(accumulate(lengths[:-1])):
-                totals[drafter, position] += num_verifications - count
-        if generation.draft_lengths:
-            self._verifications[drafter] += sum(generation.draft_lengths)
+        for (drafter, num_drafted, num_accepted), count in generation.verifications.items():
+            name = generation.settings.drafters[drafter]
+            self._verifications[name] += count
+            for position in range(num_drafted):
+                self._drafted[name, position] += count
+            for position in range(num_accepted):
+                self._accepted[name, position] += count
 
     def _count_times(self, timeline: Timeline, now_ns: int) -> None:
         if timeline.tokenize_ns is not None and timeline.schedule_ns is not None:
@@ -204,6 +208,11 @@ class Metrics(Collector):
             for (drafter, position), count in totals.items():
                 family.add_metric([drafter, str(position)], count)
             yield family
+        text = "Time of steps that checked drafts: actual, as predicted, and as predicted without drafts."
+        times = CounterMetricFamily("foreword_draft_step_seconds", text, labels=["kind"])
+        for kind in ("actual", "predicted", "undrafted"):
+            times.add_metric([kind], self._totals[f"{kind} ns"] / 1e9)
+        yield times
         text = "Checks of a draft; each brings the accepted tokens and one more."
         family = CounterMetricFamily("foreword_draft_verifications", text, labels=labels[:1])
         for drafter, count in self._verifications.items():

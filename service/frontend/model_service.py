@@ -20,14 +20,14 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         self, request: model_service_pb2.ListModelsRequest, context: Any
     ) -> model_service_pb2.ListModelsResponse:
         """All served models."""
-        check_supported(request, (), {})
+        check_supported(request, ())
         return model_service_pb2.ListModelsResponse(models=[self._model()])
 
     async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any
     ) -> model_service_pb2.GetModelResponse:
         """One model."""
-        check_supported(request, {"name"}, {})
+        check_supported(request, {"name"})
         self._frontend.model.check_name(request.name)
         return model_service_pb2.GetModelResponse(model=self._model())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason, TokenScores
 from foreword.service.engine.messages import StepHeader
+from foreword.service.frontend.coalescer import Coalescer
 from foreword.service.frontend.settings import GenerationSettings, TimingLevel
 from foreword.service.frontend.steps import StepLedger, StepShare
 from foreword.service.frontend.timeline import Delivery
@@ -36,6 +37,7 @@ class Record(NamedTuple):
     num_recomputed: int = 0
     step_kind: int = 0
     finish_reason: int = 0
+    drafter: int = 0
 
 
 assert Record._fields == SEQUENCE_UPDATE.names
@@ -79,6 +81,7 @@ class Output:
         request_key: of its sequence.
         record: the last one taken.
         delivery: when its tokens were handed to gRPC.
+        coalescer: says when they are.
         num_tokens: tokens that are no longer held back, up to now.
         num_waiting: of those, tokens that were not handed over yet.
         finish: how it ended; `None` while it goes on or when the generation failed.
@@ -92,7 +95,8 @@ class Output:
         vocabulary: Vocabulary,
         end_token_ids: Collection[int],
         *,
-        is_streamed: bool,
+        max_part_tokens: int | None,
+        notify: Callable[[], None],
     ) -> None:
         """Begin without a token.
 
@@ -102,16 +106,19 @@ class Output:
             settings: of its generation.
             vocabulary: spells tokens.
             end_token_ids: end and stop tokens that end it.
-            is_streamed: tokens wait for `hand_over`; otherwise they count as handed over at once.
+            max_part_tokens: a streamed output's tokens wait for `hand_over`, and no more than these go into one delta
+                unless a single release has more; `None` for tokens that count as handed over at once, in one delta.
+            notify: called when tokens have waited for others long enough.
         """
         self.index = index
         self.request_key = request_key
         self.record = Record()
         self.delivery = Delivery()
+        self.coalescer = Coalescer(settings.coalesce_tokens, settings.coalesce_duration_ns / 1e9, notify)
         self.num_tokens = 0
         self.num_waiting = 0
         self.finish: Finish | None = None
-        self._is_streamed = is_streamed
+        self._max_part_tokens = max_part_tokens
         self._has_logprobs = settings.logprobs
         self._has_ranks = settings.ranks
         self._num_top = settings.num_top_logprobs
@@ -125,6 +132,7 @@ class Output:
         self._held = TokenColumns(self._num_top)
         self._text: list[str] = []
         self._released = TokenColumns(self._num_top)
+        self._full: list[Delta] = []
         self._ledger = StepLedger() if settings.timing_level is TimingLevel.STEP else None
 
     @property
@@ -153,7 +161,8 @@ class Output:
         ids = token_ids.tolist()
         self._held.append(token_ids, logprobs if self._has_logprobs else None, scores, has_ranks=self._has_ranks)
         if self._ledger:
-            self._ledger.add(header, record.step_kind, record.num_drafted, record.num_accepted, len(ids), now_ns)
+            kind, drafter = record.step_kind, record.drafter
+            self._ledger.add(header, kind, record.num_drafted, record.num_accepted, len(ids), now_ns, drafter)
         self._release(self._detokenizer.push(ids), now_ns)
 
     def flush(self, now_ns: int, *, drop_last: bool = False) -> None:
@@ -162,23 +171,34 @@ class Output:
 
     def hand_over(self, now_ns: int) -> None:
         """Note that what waits goes to gRPC now."""
+        if self.num_waiting:
+            self.coalescer.restart()
         self.delivery.hand_over(self.num_waiting, now_ns)
         self.num_waiting = 0
+        for delta in self._full:
+            for step in delta.steps:
+                step.emit_ns = now_ns
         if self._ledger:
             self._ledger.hand_over(now_ns)
 
-    def take(self) -> Delta | None:
-        """What was released since the last time; `None` when nothing was."""
-        if not (self._text or self._released):
-            return None
+    def take(self) -> list[Delta]:
+        """What was released since the last time, in as many deltas as it needs."""
+        if self._text or self._released:
+            self._fill_delta()
+        deltas, self._full = self._full, []
+        return deltas
+
+    def _fill_delta(self) -> None:
         steps = self._ledger.take() if self._ledger else []
-        delta = Delta(self.index, "".join(self._text), self._released, steps)
+        self._full.append(Delta(self.index, "".join(self._text), self._released, steps))
         self._text, self._released = [], TokenColumns(self._num_top)
-        return delta
 
     def _release(self, released: TextDelta, now_ns: int) -> None:
         """Move tokens and their text from what is held back to what waits to be taken."""
         num_tokens = released.num_tokens
+        limit = self._max_part_tokens
+        if limit is not None and self._released and len(self._released) + num_tokens > limit:
+            self._fill_delta()
         if released.text:
             self._text.append(released.text)
         if not num_tokens:
@@ -188,5 +208,7 @@ class Output:
         self.num_waiting += num_tokens
         if self._ledger:
             self._ledger.release(num_tokens, now_ns)
-        if not self._is_streamed:
+        if limit is None:
             self.hand_over(now_ns)
+        else:
+            self.coalescer.add(self.num_waiting)

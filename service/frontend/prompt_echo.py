@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreword.scheduler.step import TokenScores
 from foreword.service.frontend.settings import GenerationSettings
 from foreword.service.frontend.token_columns import TokenColumns
-from foreword.service.text.detokenizer import IncrementalDetokenizer
+from foreword.service.text.detokenizer import IncrementalDetokenizer, TextDelta
 from foreword.service.text.vocabulary import Vocabulary
 
 
@@ -32,13 +32,20 @@ class PromptPart:
 class PromptEcho:
     """Returns the prompt at once or, when its tokens are to be scored, as scores arrive."""
 
-    def __init__(self, settings: GenerationSettings, vocabulary: Vocabulary, token_ids: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        vocabulary: Vocabulary,
+        token_ids: npt.NDArray[np.int32],
+        max_part_tokens: int | None = None,
+    ) -> None:
         """Begin with nothing or with all of it.
 
         Args:
             settings: of the generation.
             vocabulary: spells tokens.
             token_ids: `[P]` the prompt.
+            max_part_tokens: in one part, up to the end of a character; `None` for all of them.
         """
         self._settings = settings
         self._token_ids = token_ids
@@ -48,6 +55,8 @@ class PromptEcho:
         self._held = TokenColumns(settings.num_top_logprobs)
         self._released = TokenColumns(settings.num_top_logprobs)
         self._text: list[str] = []
+        self._max_part_tokens = max_part_tokens or len(token_ids)
+        self._full: list[PromptPart] = []
         if settings.prompt_logprobs:
             num_top = settings.num_top_logprobs
             nothing = np.zeros(num_top, np.int32), np.zeros(num_top, np.float32)
@@ -59,26 +68,32 @@ class PromptEcho:
         """Take the scores of the next tokens."""
         self._push(len(scores.ranks), scores)
 
-    def take(self) -> PromptPart | None:
-        """What came since the last time; `None` when nothing did."""
-        if not len(self._released):
-            return None
+    def take(self) -> list[PromptPart]:
+        """What came since the last time, in as many parts as it needs."""
+        if self._released:
+            self._fill_part()
+        parts, self._full = self._full, []
+        return parts
+
+    def _fill_part(self) -> None:
         part = PromptPart(self._num_taken, "".join(self._text), self._released)
         self._num_taken += len(part.tokens)
         self._text, self._released = [], TokenColumns(self._settings.num_top_logprobs)
-        return part
+        self._full.append(part)
 
     def _push(self, num_tokens: int, scores: TokenScores | None) -> None:
         token_ids = self._token_ids[self._num_pushed : self._num_pushed + num_tokens]
-        self._num_pushed += num_tokens
         logprobs = None if scores is None else scores.logprobs
         self._held.append(token_ids, logprobs, scores, has_ranks=self._settings.ranks)
-        if self._detokenizer is None:
-            self._held.move(num_tokens, self._released)
-            return
-        deltas = [self._detokenizer.push(token_ids.tolist())]
-        if self._num_pushed == len(self._token_ids):
-            deltas.append(self._detokenizer.finish())
-        for delta in deltas:
-            self._text.append(delta.text)
-            self._held.move(delta.num_tokens, self._released)
+        self._num_pushed += num_tokens
+        for start in range(0, num_tokens, self._max_part_tokens):
+            piece = token_ids[start : start + self._max_part_tokens].tolist()
+            self._release(self._detokenizer.push(piece) if self._detokenizer else TextDelta("", len(piece)))
+        if self._detokenizer and self._num_pushed == len(self._token_ids):
+            self._release(self._detokenizer.finish())
+
+    def _release(self, released: TextDelta) -> None:
+        if self._released and len(self._released) + released.num_tokens > self._max_part_tokens:
+            self._fill_part()
+        self._text.append(released.text)
+        self._held.move(released.num_tokens, self._released)

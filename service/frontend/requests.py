@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from foreword.scheduler.errors import ContextLengthExceeded, InvalidField
-from foreword.scheduler.request import SamplingParams
+from foreword.scheduler.request import AcceptanceRule, SamplingParams
 from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend import validation
 from foreword.service.frontend.settings import Chat, GenerationSettings, Prompt, TimingLevel
@@ -19,6 +19,7 @@ from foreword.v1 import (
     chat_pb2,
     constraint_pb2,
     generation_pb2,
+    output_pb2,
     sampling_pb2,
     speculation_pb2,
     stopping_pb2,
@@ -29,6 +30,8 @@ DEFAULT_SAMPLING = SamplingParams()
 MAX_DRAFT_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_OUTPUTS = 16
+COALESCE_S = 0.05
+MAX_COALESCE_S = 1.0
 MAX_CONSTRAINT_BYTES = {
     "json_schema": 65_536,
     "json_object": 0,
@@ -73,12 +76,16 @@ SUPPORTED_FIELDS = frozenset(
         "output.echo_prompt",
         "output.return_token_ids",
         "output.return_token_bytes",
+        "output.prefill_progress",
+        "output.coalesce_token_count",
+        "output.coalesce_duration",
         "output.timing_level",
         "cache.bypass_prefix_cache",
         "cache.cache_salt",
         "speculation.disabled",
         "speculation.draft_token_count",
         "speculation.drafter",
+        "speculation.acceptance",
         "constraint.json_schema",
         "constraint.json_object",
         "constraint.regex",
@@ -89,12 +96,6 @@ SUPPORTED_FIELDS = frozenset(
 )
 """Fields of `GenerationSpec` that mean something to this server. All others are refused."""
 
-NEUTRAL_VALUES = {
-    "output.coalesce_token_count": 1,
-    "speculation.acceptance": speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
-}
-"""Values that ask for what this server does anyway."""
-
 _ROLES = {
     chat_pb2.ROLE_SYSTEM: "system",
     chat_pb2.ROLE_USER: "user",
@@ -103,20 +104,23 @@ _ROLES = {
 }
 
 
-def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_duration_ns: int) -> GenerationSettings:
+def read_settings(
+    spec: generation_pb2.GenerationSpec, info: EngineInfo, max_duration_ns: int, *, streamed: bool = True
+) -> GenerationSettings:
     """Check a specification and fill in its defaults.
 
     Args:
         spec: from a caller.
         info: facts about the engine that is to generate.
         max_duration_ns: the server's own limit.
+        streamed: the answer may come in parts.
 
     Raises:
         InvalidField: a field cannot be used.
         ContextLengthExceeded: more token ids than the context holds.
     """
     validation.check_count("chat.messages", len(spec.chat.messages), validation.MAX_MESSAGES)
-    validation.check_supported(spec, SUPPORTED_FIELDS, NEUTRAL_VALUES)
+    validation.check_supported(spec, SUPPORTED_FIELDS)
     if spec.HasField("request_id"):
         validation.check_request_id("request_id", spec.request_id)
     stopping, output = spec.stopping, spec.output
@@ -133,6 +137,9 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
     validation.check_number("output.top_logprob_count", output.top_logprob_count, 0, MAX_TOP_LOGPROBS)
     validation.check_number("priority", spec.priority, -100, 100)
     validation.check_cache_salt("cache.cache_salt", spec.cache.cache_salt)
+    if not streamed and output.prefill_progress:
+        raise InvalidField("output.prefill_progress", "must be unset in GenerateText, which answers once")
+    coalesce_tokens, coalesce_duration_ns = _read_coalescing(output, streamed=streamed)
     max_draft_tokens = _read_max_draft_tokens(spec.speculation, info)
     return GenerationSettings(
         request_id=spec.request_id if spec.HasField("request_id") else secrets.token_hex(16),
@@ -153,12 +160,17 @@ def read_settings(spec: generation_pb2.GenerationSpec, info: EngineInfo, max_dur
         num_top_logprobs=output.top_logprob_count,
         prompt_logprobs=output.prompt_logprobs,
         echo_prompt=output.echo_prompt,
+        prefill_progress=output.prefill_progress,
+        coalesce_tokens=coalesce_tokens,
+        coalesce_duration_ns=coalesce_duration_ns,
         timing_level=_read_timing_level(output.timing_level),
         priority=spec.priority,
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         cache_salt=spec.cache.cache_salt,
-        drafter=info.drafter if max_draft_tokens else "",
+        drafter=(spec.speculation.drafter or info.drafter) if max_draft_tokens else "",
+        drafters=info.drafters,
         max_draft_tokens=max_draft_tokens,
+        acceptance=_read_acceptance(spec.speculation.acceptance),
         constraint=_read_constraint(spec.constraint) if spec.HasField("constraint") else None,
     )
 
@@ -280,10 +292,28 @@ def _read_max_duration(stopping: stopping_pb2.StoppingConfig, limit_ns: int) -> 
     return min(duration.seconds * 1_000_000_000 + duration.nanos, limit_ns)
 
 
+def _read_coalescing(output: output_pb2.OutputConfig, *, streamed: bool) -> tuple[int, int]:
+    """Tokens that leave together, and the nanoseconds after which fewer do."""
+    num_tokens = output.coalesce_token_count if output.HasField("coalesce_token_count") else 1
+    validation.check_number("output.coalesce_token_count", num_tokens, 1)
+    if num_tokens > 1 and not streamed:
+        raise InvalidField("output.coalesce_token_count", "must be 1 or unset in GenerateText, which answers once")
+    if not output.HasField("coalesce_duration"):
+        return num_tokens, round(COALESCE_S * 1e9)
+    path = "output.coalesce_duration"
+    duration_s = validation.check_duration(path, output.coalesce_duration, 0, MAX_COALESCE_S, above_low=True)
+    if num_tokens == 1:
+        raise InvalidField(path, "must be unset unless coalesce_token_count is above 1")
+    return num_tokens, round(duration_s * 1e9)
+
+
 def _read_max_draft_tokens(speculation: speculation_pb2.SpeculationConfig, info: EngineInfo) -> int:
     """Drafts that a step may check: what the caller allows, within the server's own bound."""
-    if speculation.HasField("drafter") and (not info.drafter or speculation.drafter != info.drafter):
-        allowed = f"must be {info.drafter!r}" if info.drafter else "must be unset: this server does not speculate"
+    available = info.available_drafters
+    if speculation.HasField("drafter") and speculation.drafter not in available:
+        allowed = (
+            f"must be one of {', '.join(available)}" if available else "must be unset: this server does not speculate"
+        )
         raise InvalidField("speculation.drafter", f"{allowed}, got {speculation.drafter[:80]!r}")
     if not speculation.HasField("draft_token_count"):
         return 0 if speculation.disabled else info.max_draft_tokens
@@ -292,6 +322,17 @@ def _read_max_draft_tokens(speculation: speculation_pb2.SpeculationConfig, info:
     if speculation.disabled and count:
         raise InvalidField("speculation.draft_token_count", "must be 0 or unset when speculation is disabled")
     return min(count, info.max_draft_tokens)
+
+
+def _read_acceptance(rule: int) -> AcceptanceRule:
+    if rule == speculation_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
+        return AcceptanceRule.EXACT_MATCH
+    try:
+        return AcceptanceRule(rule)
+    except ValueError:
+        raise InvalidField(
+            "speculation.acceptance", "must be one of " + ", ".join(speculation_pb2.AcceptanceRule.keys())
+        ) from None
 
 
 def _read_timing_level(level: int) -> TimingLevel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
@@ -17,6 +18,7 @@ from foreword.service.engine.messages import EngineInfo
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Output
+from foreword.service.frontend.prefill_progress import Progress
 from foreword.service.frontend.prompt_echo import PromptPart
 from foreword.service.frontend.requests import DEFAULT_SAMPLING, SUPPORTED_FIELDS
 from foreword.service.frontend.settings import TimingLevel
@@ -107,7 +109,9 @@ class GenerationConverter:
                 echo_prompt=settings.echo_prompt,
                 return_token_ids=settings.return_token_ids,
                 return_token_bytes=settings.return_token_bytes,
-                coalesce_token_count=1,
+                prefill_progress=settings.prefill_progress,
+                coalesce_token_count=settings.coalesce_tokens,
+                coalesce_duration=(duration(settings.coalesce_duration_ns) if settings.coalesce_tokens > 1 else None),
                 timing_level=timing_pb2.TimingLevel.ValueType(settings.timing_level.value),
             ),
             cache=cache_pb2.CacheConfig(
@@ -117,7 +121,7 @@ class GenerationConverter:
                 disabled=not settings.max_draft_tokens,
                 draft_token_count=settings.max_draft_tokens,
                 drafter=settings.drafter or None,
-                acceptance=speculation_pb2.ACCEPTANCE_RULE_EXACT_MATCH,
+                acceptance=speculation_pb2.AcceptanceRule.ValueType(settings.acceptance.value),
             ),
             priority=settings.priority,
             prompt_token_count=self._generation.counts.num_prompt,
@@ -128,8 +132,10 @@ class GenerationConverter:
         """Take what came since the last time, as events, once with how each output and the generation ended."""
         generation = self._generation
         events = []
-        if prompt := generation.take_prompt():
-            events.append(generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(prompt)))
+        if progress := generation.take_progress():
+            events.append(generation_pb2.GenerationEvent(prefill_progress=self._prefill_progress(progress)))
+        parts = generation.take_prompt()
+        events += [generation_pb2.GenerationEvent(prompt_delta=self._prompt_delta(part)) for part in parts]
         events += [generation_pb2.GenerationEvent(output_delta=self._delta(delta)) for delta in generation.take()]
         for output in generation.outputs:
             if output.finish is not None and output.index not in self._reported:
@@ -148,7 +154,7 @@ class GenerationConverter:
 
     def response(self) -> generation_service_pb2.GenerateTextResponse:
         """Everything in one message, once the generation has finished."""
-        prompt = self._generation.take_prompt()
+        prompt = next(iter(self._generation.take_prompt()), None)  # of a unary call it is one
         contents = {delta.output_index: self._delta(delta) for delta in self._generation.take()}
         outputs = [
             generation_pb2.Output(content=contents.get(output.index), finished=self._output_finished(output))
@@ -178,6 +184,14 @@ class GenerationConverter:
             "itl-p99-us": latency and latency.p99_us,
         }
         return tuple((f"foreword-{key}", str(value)) for key, value in summary.items() if value is not None)
+
+    def _prefill_progress(self, progress: Progress) -> generation_pb2.PrefillProgress:
+        return generation_pb2.PrefillProgress(
+            prompt_token_count=self._generation.counts.num_prompt,
+            computed_prompt_token_count=progress.num_computed,
+            cached_prompt_token_count=progress.num_cached,
+            offset_micros=self._generation.timeline.offset_us(progress.instant_ns),
+        )
 
     def _prompt_delta(self, part: PromptPart) -> generation_pb2.PromptDelta:
         tokens = part.tokens
@@ -218,7 +232,7 @@ class GenerationConverter:
             ranks=tokens.ranks,
             top_logprobs=self._top_logprobs(tokens),
             token_bytes=self._token_bytes(tokens.token_ids),
-            step_timings=[_step_timing(step, timeline) for step in delta.steps],
+            step_timings=[_step_timing(step, timeline, self._settings.drafters) for step in delta.steps],
         )
 
     def _output_finished(self, output: Output) -> generation_pb2.OutputFinished:
@@ -274,7 +288,7 @@ class GenerationConverter:
             preemption_count=counts.num_preemptions,
             recomputed_token_count=counts.num_recomputed,
             step_count=counts.num_steps,
-            acceptance_histogram=self._generation.acceptance,
+            acceptance_histogram=_acceptance_histogram(self._generation.verifications),
             device=self._device,
         )
 
@@ -307,7 +321,7 @@ def _speculation_status(info: EngineInfo | None, draft_state: DraftState) -> spe
     return speculation_pb2.SpeculationStatus(
         active=draft_state is DraftState.ACTIVE,
         drafter="" if draft_state is DraftState.DRAFTER_FAILED else drafter,
-        available_drafters=[drafter] if drafter else [],
+        available_drafters=() if info is None else info.available_drafters,
         off_reason=speculation_pb2.SpeculationOffReason.ValueType(draft_state.value),
         detail=_DRAFT_STATE_DETAILS[draft_state],
     )
@@ -337,7 +351,15 @@ def _sampling(params: SamplingParams, num_outputs: int = 1, *, with_seed: bool =
     )
 
 
-def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
+def _acceptance_histogram(verifications: Counter[tuple[int, int, int]]) -> list[int]:
+    """Element k counts the verifications that accepted k drafts."""
+    histogram = [0] * (1 + max((num_accepted for _, _, num_accepted in verifications), default=-1))
+    for (_, _, num_accepted), count in verifications.items():
+        histogram[num_accepted] += count
+    return histogram
+
+
+def _step_timing(step: StepShare, timeline: Timeline, drafters: Sequence[str]) -> timing_pb2.StepTiming:
     header = step.header
     return timing_pb2.StepTiming(
         step_id=header.step_id,
@@ -354,6 +376,7 @@ def _step_timing(step: StepShare, timeline: Timeline) -> timing_pb2.StepTiming:
         accepted_draft_token_count=step.num_accepted,
         hold_duration_micros=step.hold_ns // 1000,
         coalesce_duration_micros=(step.emit_ns - step.release_ns) // 1000,
+        drafter=drafters[step.drafter] if step.num_drafted else "",
     )
 
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from foreword.scheduler.request import SamplingParams
+from foreword.scheduler.request import AcceptanceRule, SamplingParams
 from foreword.service.text.chat_template import ChatMessage
 from foreword.service.text.constraint import Constraint
 
@@ -55,12 +55,17 @@ class GenerationSettings:
         num_top_logprobs: return so many most probable tokens at each position.
         prompt_logprobs: return what is returned of output tokens of the prompt's tokens too.
         echo_prompt: return the prompt.
+        prefill_progress: tell how far the prompt is computed.
+        coalesce_tokens: so many tokens of an output leave together; 1 for as they come.
+        coalesce_duration_ns: fewer leave once the first of them has waited so long.
         timing_level: how much timing to return.
         priority: a higher one is served first.
         bypass_prefix_cache: neither read nor feed the prefix cache.
         cache_salt: share cached prefixes only with generations of the same salt.
         drafter: in use; empty for none.
+        drafters: names that records of sequences refer to by index.
         max_draft_tokens: drafts that a step may check; 0 for none.
+        acceptance: how drafts are accepted.
         constraint: form of the output; `None` for any.
     """
 
@@ -82,10 +87,15 @@ class GenerationSettings:
     num_top_logprobs: int
     prompt_logprobs: bool
     echo_prompt: bool
+    prefill_progress: bool
+    coalesce_tokens: int
+    coalesce_duration_ns: int
     timing_level: TimingLevel
     priority: int
     bypass_prefix_cache: bool
     cache_salt: str
     drafter: str
+    drafters: tuple[str, ...]
     max_draft_tokens: int
+    acceptance: AcceptanceRule
     constraint: Constraint | None

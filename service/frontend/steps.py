@@ -18,6 +18,7 @@ class _Source:
     num_accepted: int
     arrival_ns: int
     num_held: int
+    drafter: int
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class StepShare:
         num_tokens: tokens of the delta that come from the step.
         hold_ns: longest time one of them waited for the rest of a character or of a possible stop string.
         release_ns: when the first of them could be sent.
+        drafter: index of who proposed the draft tokens.
         emit_ns: when the delta was handed to gRPC.
     """
 
@@ -42,6 +44,7 @@ class StepShare:
     num_tokens: int
     hold_ns: int
     release_ns: int
+    drafter: int = 0
     emit_ns: int = 0
 
 
@@ -54,11 +57,18 @@ class StepLedger:
         self._last: _Source | None = None
 
     def add(
-        self, header: StepHeader, kind: int, num_drafted: int, num_accepted: int, num_tokens: int, now_ns: int
+        self,
+        header: StepHeader,
+        kind: int,
+        num_drafted: int,
+        num_accepted: int,
+        num_tokens: int,
+        now_ns: int,
+        drafter: int = 0,
     ) -> None:
         """Note a step's tokens, all of them held at first."""
         if num_tokens:
-            self._sources.append(_Source(header, kind, num_drafted, num_accepted, now_ns, num_tokens))
+            self._sources.append(_Source(header, kind, num_drafted, num_accepted, now_ns, num_tokens, drafter))
 
     def release(self, num_tokens: int, now_ns: int) -> None:
         """Note that the longest held tokens can be sent now."""
@@ -72,7 +82,14 @@ class StepLedger:
             else:
                 self._shares.append(
                     StepShare(
-                        source.header, source.kind, source.num_drafted, source.num_accepted, count, hold_ns, now_ns
+                        source.header,
+                        source.kind,
+                        source.num_drafted,
+                        source.num_accepted,
+                        count,
+                        hold_ns,
+                        now_ns,
+                        source.drafter,
                     )
                 )
                 self._last = source

@@ -40,7 +40,6 @@ class TokenizationService(tokenization_service_pb2_grpc.TokenizationServiceServi
                 "return_offsets",
                 "return_token_bytes",
             },
-            {},
         )
         self._model.check_name(request.model)
         tokenized = await self._model.text.tokenize(
@@ -54,7 +53,7 @@ class TokenizationService(tokenization_service_pb2_grpc.TokenizationServiceServi
         self, request: tokenization_service_pb2.DetokenizeRequest, context: Any
     ) -> tokenization_service_pb2.DetokenizeResponse:
         """Join tokens to a text."""
-        check_supported(request, {"model", "token_ids", "include_special_tokens", "return_token_bytes"}, {})
+        check_supported(request, {"model", "token_ids", "include_special_tokens", "return_token_bytes"})
         self._model.check_name(request.model)
         token_ids = await asyncio.to_thread(self._checked_ids, request.token_ids)
         text = await self._model.text.decode(token_ids, include_special_tokens=request.include_special_tokens)
@@ -66,7 +65,7 @@ class TokenizationService(tokenization_service_pb2_grpc.TokenizationServiceServi
         """Turn a conversation into a prompt."""
         check_count("chat.messages", len(request.chat.messages), MAX_MESSAGES)
         supported = {"model", "chat.messages.role", "chat.messages.content", "chat.add_generation_prompt"}
-        check_supported(request, supported, {})
+        check_supported(request, supported)
         self._model.check_name(request.model)
         if not request.HasField("chat"):
             raise InvalidField("chat", "is required")

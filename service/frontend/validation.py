@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -21,42 +21,41 @@ MAX_MASK_IDS = 16_384
 """Ids that a generation may name as allowed, and as banned."""
 
 MAX_SCORED_PROMPT = 8192
-"""Tokens of a prompt that is scored; with 20 most probable tokens at each and their bytes, 2.5 MiB in one message."""
+"""Tokens of a prompt that is scored; with 20 most probable tokens at each and their bytes, an answer of 2.5 MiB."""
 
 MAX_MESSAGES = 4096
 """Turns of a conversation."""
 
 
-def check_supported(message: Message, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
+def check_supported(message: Message, supported: Collection[str]) -> None:
     """Refuse every field that is set and not known to be supported, so that none is ever ignored.
 
     Args:
         message: walked through all of its set fields.
         supported: paths of fields that may be set, without indices; a new field of the protocol is in it only once
             it is supported.
-        neutral: paths of further fields, each with the one value that asks for nothing.
 
     Raises:
         InvalidField: a field is not supported, or not even known to this version.
     """
-    _walk(message, "", "", supported, neutral)
+    _walk(message, "", "", supported)
 
 
-def _walk(message: Message, path: str, shown: str, supported: Collection[str], neutral: Mapping[str, Any]) -> None:
+def _walk(message: Message, path: str, shown: str, supported: Collection[str]) -> None:
     unknown_fields: Any = UnknownFieldSet(message)  # its stub lacks iteration
     for unknown in unknown_fields:
         raise InvalidField(f"{shown}<{unknown.field_number}>", "this server knows no field of this number")
     for field, value in message.ListFields():
         here = path + field.name
-        if here in supported or (here in neutral and neutral[here] == value):
+        if here in supported:
             continue
-        if field.message_type is None or not any(entry.startswith(here + ".") for entry in (*supported, *neutral)):
+        if field.message_type is None or not any(entry.startswith(here + ".") for entry in supported):
             raise InvalidField(shown + field.name, "is not supported by this server")
         if field.is_repeated:
             for index, element in enumerate(value):
-                _walk(element, here + ".", f"{shown}{field.name}[{index}].", supported, neutral)
+                _walk(element, here + ".", f"{shown}{field.name}[{index}].", supported)
         else:
-            _walk(value, here + ".", f"{shown}{field.name}.", supported, neutral)
+            _walk(value, here + ".", f"{shown}{field.name}.", supported)
 
 
 def check_number(path: str, value: float, low: float, high: float = math.inf, *, above_low: bool = False) -> None:
@@ -73,8 +72,8 @@ def check_number(path: str, value: float, low: float, high: float = math.inf, *,
     raise InvalidField(path, f"must be {bound}, got {value:g}")
 
 
-def check_duration(path: str, duration: Duration, low_s: float, high_s: float) -> float:
-    """Require a well-formed duration of at least `low_s` and at most `high_s` seconds.
+def check_duration(path: str, duration: Duration, low_s: float, high_s: float, *, above_low: bool = False) -> float:
+    """Require a well-formed duration of at least `low_s` (above it if `above_low`) and at most `high_s` seconds.
 
     Returns:
         The duration in seconds.
@@ -85,7 +84,7 @@ def check_duration(path: str, duration: Duration, low_s: float, high_s: float) -
     if not -1_000_000_000 < duration.nanos < 1_000_000_000:
         raise InvalidField(path, "must be a valid duration")
     seconds = duration.seconds + duration.nanos / 1e9
-    check_number(path, seconds, low_s, high_s)
+    check_number(path, seconds, low_s, high_s, above_low=above_low)
     return seconds
 
 

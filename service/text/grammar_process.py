@@ -16,6 +16,7 @@ from llguidance import LLMatcher, regex_to_lark
 
 from foreword.gpu.guided.grammar import GrammarCompiler, GrammarError
 from foreword.service.text.bounded_process import Json, serve
+from foreword.service.text.finite_schema import FiniteSchema
 from foreword.service.text.gbnf import GbnfError, gbnf_to_lark
 from foreword.service.text.tokenizer import Tokenizer
 
@@ -89,6 +90,8 @@ def _json_grammar(schema: object) -> str:
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise ValueError("a JSON Schema is an object or a boolean")
+    if not FiniteSchema(schema).has_instance:
+        raise ValueError("no output can have this form: every value would contain another one without an end")
     # Not lenient: keywords that the library does not implement are refused instead of ignored.
     return LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False, "whitespace_pattern": WHITESPACE})
 

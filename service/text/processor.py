@@ -13,10 +13,14 @@ from foreword.gpu.checkpoint.checkpoint import Checkpoint
 from foreword.scheduler.errors import CheckpointError, InvalidField
 from foreword.service.text.chat_template import FIELD, ChatMessage, ChatRenderer
 from foreword.service.text.constraint import Constraint, ConstraintCompiler
+from foreword.service.text.fair_executor import FairExecutor
 from foreword.service.text.tokenizer import Int32Array, TokenizedText, Tokenizer
 from foreword.service.text.vocabulary import Vocabulary
 
 Result = TypeVar("Result")
+
+MAX_WAITING_CONSTRAINTS = 64
+"""Constraints of one tenant that wait to be compiled; more are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class TextProcessor:
         )
         self.vocabulary: Vocabulary = self._prototype.vocabulary
         self._constraints = ConstraintCompiler(checkpoint.tokenizer_json(), vocab_size)
-        self._constraint_executor = ThreadPoolExecutor(1, "constraint")
+        self._constraint_executor = FairExecutor("constraint", MAX_WAITING_CONSTRAINTS)
         self._renderer = ChatRenderer(chat_template, self.vocabulary.markers) if chat_template else None
         self._num_threads = num_threads
         self._thread = threading.local()
@@ -68,7 +72,7 @@ class TextProcessor:
         """Start everything now, so that the first request need not wait for it."""
         barrier = threading.Barrier(self._num_threads)  # holds each thread, so that the pool starts another one
         await asyncio.gather(*(self._run(barrier.wait) for _ in range(self._num_threads)))
-        await asyncio.get_running_loop().run_in_executor(self._constraint_executor, self._constraints.start)
+        await asyncio.wrap_future(self._constraint_executor.submit("", self._constraints.start))
         if self._renderer is not None:
             await self._run(self._renderer.start)
 
@@ -102,18 +106,22 @@ class TextProcessor:
         """
         return await self._run(lambda: self._render(messages, add_generation_prompt))
 
-    async def compile_constraint(self, constraint: Constraint) -> str:
-        """The grammar of a constraint; see `ConstraintCompiler.compile`. One that is not known waits for others."""
+    async def compile_constraint(self, constraint: Constraint, tenant: str = "") -> str:
+        """The grammar of a constraint; see `ConstraintCompiler.compile`. One that is not known waits for others.
+
+        Raises:
+            QueueFull: too many constraints of the tenant wait.
+        """
         grammar = self._constraints.known(constraint)
         if grammar is not None:
             return grammar
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._constraint_executor, self._constraints.compile, constraint)
+        work = self._constraint_executor.submit(tenant, lambda: self._constraints.compile(constraint))
+        return await asyncio.wrap_future(work)
 
     def close(self) -> None:
         """End the threads and the processes; work that has not begun is cancelled."""
         self._executor.shutdown(wait=True, cancel_futures=True)
-        self._constraint_executor.shutdown(wait=True, cancel_futures=True)
+        self._constraint_executor.close()
         self._constraints.close()
         if self._renderer is not None:
             self._renderer.close()

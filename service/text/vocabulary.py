@@ -42,6 +42,7 @@ class Vocabulary:
         special_tokens: text -> id of the tokens that mark structure (begin, end, turns) instead of text.
         markers: `special_tokens`, and those tokens that the chat template writes although the vocabulary calls them
             text; a message must not be able to spell any of them.
+        max_token_bytes: of the longest token.
         strips_leading_space: the tokenizer puts a space before a text, so the first one of a decoded text goes.
     """
 
@@ -71,6 +72,7 @@ class Vocabulary:
             self._set(token_id, spell(piece), piece)
         for token in added:
             self._set(token["id"], token["content"].encode(), token["content"])
+        self.max_token_bytes = max(map(len, self._bytes), default=0)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token: of a special token its spelling, of an id without a token none."""

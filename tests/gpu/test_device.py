@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from foreword.gpu import device
-from foreword.gpu.device import cuda_cache_memory, find_device
+from foreword.gpu.device import cuda_cache_memory, find_device, open_cuda_backend
 from foreword.gpu.models.config import ModelConfig
 from foreword.gpu.models.llama import tensor_shapes
-from foreword.scheduler.errors import ConfigError
+from foreword.scheduler.errors import ConfigError, DeviceError
 
 
 @pytest.fixture
@@ -44,6 +46,33 @@ def test_an_absent_cuda_device_is_refused_in_one_line_and_passed_over_by_auto(
         find_device("cuda")
     assert "\n" not in error.value.message
     assert find_device("auto") == "cpu"
+
+
+def driver_too_old(*arguments: Any) -> None:
+    raise RuntimeError("The NVIDIA driver on your system is too old.\nUpdate it.")
+
+
+def test_a_driver_that_does_not_start_is_named(cuda_machine: pytest.MonkeyPatch) -> None:
+    cuda_machine.setattr(torch.cuda, "get_device_capability", driver_too_old)
+    with pytest.raises(ConfigError, match=r"the device does not start: The NVIDIA driver .* too old\.$"):
+        find_device("cuda")
+    assert find_device("auto") == "cpu"
+    cuda_machine.setattr(torch.cuda, "mem_get_info", driver_too_old)
+    with pytest.raises(DeviceError, match=r"the CUDA device does not start: The NVIDIA driver .* too old\.$"):
+        cuda_cache_memory(None, "bfloat16")  # type: ignore[arg-type]
+
+
+def test_a_cupy_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "foreword.gpu.kernels.cupy_driver", raising=False)
+    with pytest.raises(ConfigError, match=r"device: 'cuda' cannot be used here: CuPy cannot be imported: .*cupy"):
+        open_cuda_backend("bfloat16")
+
+
+def test_a_device_that_does_not_open_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "foreword.gpu.kernels.cupy_driver", SimpleNamespace(CupyDriver=driver_too_old))
+    with pytest.raises(DeviceError, match=r"the CUDA device does not start: The NVIDIA driver .* too old\.$"):
+        open_cuda_backend("bfloat16")
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:

@@ -353,7 +353,10 @@ def test_one_openmp_runtime_that_spins_shortly() -> None:
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
 
 
-@pytest.mark.parametrize(("kernels", "dtypes"), [(("vnni", "plain"), {"int8"}), (("plain",), {"bfloat16", "float32"})])
+@pytest.mark.parametrize(
+    ("kernels", "dtypes"),
+    [(("vnni", "plain"), {"int8"}), (("avx2", "plain"), {"int8"}), (("plain",), {"bfloat16", "float32"})],
+)
 def test_the_best_format_is_the_one_that_the_processor_has_instructions_for(
     new_runner: Callable[..., ModelRunner],
     monkeypatch: pytest.MonkeyPatch,

@@ -81,6 +81,7 @@ class FakeDevice:
             ):
                 assert slot == self.slot(row, position), "a token goes elsewhere than its block table says"
                 if token_id == UNKNOWN_TOKEN:
+                    assert not self.requests[row].needs_last_token
                     token_id = self.drawn[row]
                 before = self.slots[self.slot(row, position - 1)] if position else self.root(self.requests[row])
                 self.slots[slot] = hash((before, token_id))

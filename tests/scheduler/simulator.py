@@ -136,6 +136,7 @@ class Simulation:
             cache_salt=random.choice(["", "", "", "salt"]),
             bypass_prefix_cache=random.random() < 0.1,
             num_outputs=num_outputs,
+            grammar=random.choice(["", "", "x"]),
         )
         try:
             self.scheduler.add(request, self.now_ns - random.choice([0, 0, 5]))
@@ -232,7 +233,8 @@ class Simulation:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         for key, generation in self.active.items():
             if key in planned:
-                assert self.is_ready(generation), f"{key} is scheduled although it is not ready"
+                keeps_its_place = generation.is_paused and key in admitted
+                assert keeps_its_place or self.is_ready(generation), f"{key} is scheduled although it is not ready"
                 assert key in admitted or not generation.must_resume, f"{key} was left out although it had a row"
                 generation.must_resume = False
                 continue

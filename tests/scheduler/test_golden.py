@@ -3,12 +3,12 @@
 A line is a call, the indented lines below it are what it gave. `--update-golden` rewrites those; review them as a diff.
 
     config num_blocks=4 block_size=4 [weights=x:3,y:1]     SchedulerConfig; once, first
-    add a prompt=10 max=4 [min= eos= stop= priority= tenant= deadline= salt= bypass=1 n=]
+    add a prompt=10 max=4 [min= eos= stop= priority= tenant= deadline= salt= bypass=1 n= grammar=]
                                           outputs of several are a, a.1, a.2
     cancel a | pause a | resume a
     step [now=5]                          schedule
-    apply [a=17 b=5,6>7,8 c=failed]       the result and, behind >, drafts for the next step to verify; a sequence
-                                          that is not named draws token 1
+    apply [a=17 b=5,6>7,8 c=failed]       the result of the oldest plan without one and, behind >, drafts for the next
+                                          step to verify; a sequence that is not named draws token 1
     load
 
 Prompts are 100, 101, 102 and so on. Requests share cached blocks only where they are given the same salt: it is a
@@ -17,6 +17,7 @@ request's name when the script gives none.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ class Script:
 
     def __init__(self) -> None:
         self.scheduler: Scheduler
-        self.plan: StepPlan
+        self.plans: deque[StepPlan] = deque()
         self.names: list[str] = []
         self.rows: dict[int, str] = {}
         self.now_ns = 0
@@ -70,6 +71,7 @@ class Script:
             cache_salt=options.pop("salt", name),
             bypass_prefix_cache=options.pop("bypass", "") == "1",
             num_outputs=int(options.pop("n", 1)),
+            grammar=options.pop("grammar", ""),
         )
         assert not options
         self.scheduler.add(request, self.now_ns)
@@ -87,34 +89,36 @@ class Script:
 
     def step(self, now: str = "0") -> list[str]:
         self.now_ns = max(self.now_ns, int(now))
-        self.plan = self.scheduler.schedule(self.now_ns)
+        plan = self.scheduler.schedule(self.now_ns)
         self.scheduler.check_invariants()
-        self.rows |= {row: self.names[request.request_key] for row, request in self.plan.admitted}
-        admitted = {row for row, _ in self.plan.admitted}
-        lines = [f"plan {self.plan.step_id}: {self.plan.num_tokens} tokens"]
-        for b, row in enumerate(self.plan.rows.tolist()):
-            start, end = self.plan.query_offsets[b], self.plan.query_offsets[b + 1]
-            positions, slots = self.plan.positions[start:end], self.plan.slot_mapping[start:end]
-            num_logits = self.plan.logits_offsets[b + 1] - self.plan.logits_offsets[b]
+        self.plans.append(plan)
+        self.rows |= {row: self.names[request.request_key] for row, request in plan.admitted}
+        admitted = {row for row, _ in plan.admitted}
+        lines = [f"plan {plan.step_id}: {plan.num_tokens} tokens"]
+        for b, row in enumerate(plan.rows.tolist()):
+            start, end = plan.query_offsets[b], plan.query_offsets[b + 1]
+            positions, slots = plan.positions[start:end], plan.slot_mapping[start:end]
+            num_logits = plan.logits_offsets[b + 1] - plan.logits_offsets[b]
             lines.append(
                 f"{self.rows[row]}: row {row}{' (new)' if row in admitted else ''}, "
                 f"positions {positions[0]}-{positions[-1]}, slots {spans(slots)}, "
-                f"tokens {spans(self.plan.token_ids[start:end])}, {num_logits} logits"
+                f"tokens {spans(plan.token_ids[start:end])}, {num_logits} logits"
             )
-        lines += [f"block table: row {row}[{i}] = block {block}" for row, i, block in self.plan.block_table_updates]
+        lines += [f"block table: row {row}[{i}] = block {block}" for row, i, block in plan.block_table_updates]
         return lines
 
     def apply(self, **tokens: str) -> list[str]:
-        named = [self.rows[row] for row in self.plan.rows.tolist()]
+        plan = self.plans.popleft()
+        named = [self.rows[row] for row in plan.rows.tolist()]
         assert set(tokens) <= set(named)
-        owed = np.diff(self.plan.logits_offsets) > 0
+        owed = np.diff(plan.logits_offsets) > 0
         drafts = [ints(tokens.get(name, "").partition(">")[2]) for name in named]
         tokens = {name: ids.partition(">")[0] for name, ids in tokens.items()}
         failed = [tokens.get(name) == "failed" for name in named]
         drawn = [ints(tokens.get(name, "1")) if owed[b] and not failed[b] else [] for b, name in enumerate(named)]
         token_ids = np.array([token for ids in drawn for token in ids], np.int32)
         result = StepResult(
-            step_id=self.plan.step_id,
+            step_id=plan.step_id,
             token_offsets=np.cumsum([0] + [len(ids) for ids in drawn]).astype(np.int32),
             token_ids=token_ids,
             logprobs=np.zeros(len(token_ids), np.float32),

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ForewordError
-from foreword.scheduler.request import Request, StoppingParams
+from foreword.scheduler.request import Request, SamplingParams, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import Drafts, FinishReason, StepPlan, StepResult, StepUpdate
 
@@ -49,7 +50,7 @@ class MemoryDevice:
         self.token_ids = np.zeros(config.num_blocks * config.block_size, np.int32)
         self.positions = np.full(config.num_blocks * config.block_size, -1)
         self.last_drawn = np.zeros(config.max_num_sequences, np.int32)
-        self.keys: dict[int, int] = {}
+        self.requests: dict[int, Request] = {}
         self.random = random
         self.draft_rate = draft_rate
         self.num_unknown = 0
@@ -58,13 +59,14 @@ class MemoryDevice:
     def execute(self, plan: StepPlan) -> StepResult:
         for row, index, block in plan.block_table_updates.tolist():
             self.block_table[row, index] = block
-        self.keys |= {row: request.request_key for row, request in plan.admitted}
+        self.requests |= dict(plan.admitted)
         drawn, drafts = [], []
         for b, row in enumerate(plan.rows.tolist()):
             start, end = plan.query_offsets[b : b + 2].tolist()
             token_ids = plan.token_ids[start:end].copy()
             is_unknown = token_ids == UNKNOWN_TOKEN
             self.num_unknown += int(is_unknown.sum())
+            assert not (is_unknown.any() and self.requests[row].needs_last_token)
             token_ids[is_unknown] = self.last_drawn[row]
             self.token_ids[plan.slot_mapping[start:end]] = token_ids
             self.positions[plan.slot_mapping[start:end]] = plan.positions[start:end]
@@ -94,7 +96,7 @@ class MemoryDevice:
         """Check the drafts, which the context ends with: those that are as drawn, and the token after them."""
         context, drawn = self._read(row, length), []
         for end in range(length - num_logits + 1, length + 1):
-            drawn.append(draw(context[:end], self.keys[row]))
+            drawn.append(draw(context[:end], self.requests[row].request_key))
             self.num_drawn += 1
             self.last_drawn[row] = drawn[-1]
             if end < length and context[end] != drawn[-1]:
@@ -107,7 +109,8 @@ class MemoryDevice:
         context = self._read(row, length)[: length - num_logits + 1] + drawn
         drafts: list[int] = []
         for _ in range(self.random.randint(1, 4)):
-            drafts.append(draw(context + drafts, self.keys[row]) if self.random.random() < 0.8 else 1)
+            is_right = self.random.random() < 0.8
+            drafts.append(draw(context + drafts, self.requests[row].request_key) if is_right else 1)
         return drafts
 
 
@@ -208,6 +211,7 @@ def test_a_late_device_gives_the_same_tokens(seed: int) -> None:
             fields: dict[str, object] = {"num_outputs": random.choice([1, 1, 3]), "priority": random.choice([0, 0, 1])}
             fields["deadline_ns"] = random.choice([0, 0, 0, now_ns + random.randint(1, 60)])
             fields["bypass_prefix_cache"] = random.random() < 0.2
+            fields["grammar"] = random.choice(["", "", "x"])
             run.add(request(next_key, random.randint(1, 25), random.randint(1, 20), **fields), now_ns)
             next_key += 3
         for key in list(run.outputs):
@@ -311,6 +315,36 @@ def test_drafts_stop_the_lookahead_of_their_sequence_alone() -> None:
     assert len(verified.logits_indices) > 1
     assert ahead.num_sequences == 1
     assert ahead.positions.tolist() == [0, 1, 2]
+    run.drain()
+    run.check()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grammar": "root ::= [a-z]"},
+        {"sampling": SamplingParams(repetition_penalty=1.1)},
+        {"sampling": SamplingParams(frequency_penalty=-0.5)},
+        {"sampling": SamplingParams(presence_penalty=0.5)},
+    ],
+)
+def test_what_draws_by_its_last_token_waits_for_it(fields: dict[str, Any]) -> None:
+    run = Run(config(), Random(0))
+    run.add(request(1, 40, 9, **fields))
+    run.drain()
+    run.check()
+    assert run.device.num_unknown == 0
+    assert run.num_ahead > 2, "prompt chunks before the last draw nothing"
+
+
+def test_lookahead_goes_on_beside_what_waits_for_its_token() -> None:
+    run = Run(config(), Random(0))
+    run.add(request(1, 3, 9, grammar="x"))
+    run.add(request(2, 3, 9))
+    run.schedule()
+    run.schedule()
+    assert run.plans[1].num_sequences == 1
+    assert run.plans[1].token_ids.tolist() == [UNKNOWN_TOKEN]
     run.drain()
     run.check()
 

@@ -86,7 +86,7 @@ def test_a_higher_priority_is_not_held_up_by_a_running_prompt(
     assert step(scheduler)[1].sequences["request_key"].tolist() == [2, 0]
 
 
-def test_a_higher_priority_leaves_running_prompts_their_blocks(
+def test_a_higher_priority_takes_the_blocks_of_a_running_prompt(
     new_scheduler: New, new_request: Make, step: Make
 ) -> None:
     scheduler = new_scheduler(num_blocks=10, block_size=4, max_num_sequences=3, max_num_batched_tokens=8)
@@ -94,8 +94,48 @@ def test_a_higher_priority_leaves_running_prompts_their_blocks(
     step(scheduler)
     scheduler.add(new_request(1, 20, 2, priority=1), 0)  # 5 of the 8 free blocks; the prompt needs 4 of them
     plan, update = step(scheduler)
-    assert plan.admitted == ()
-    assert update.sequences["request_key"].tolist() == [0]
+    assert update.sequences["request_key"].tolist() == [1]
+    assert plan.num_preempted == 1
+
+
+def test_a_request_that_pauses_whenever_it_would_fit_is_admitted(
+    new_scheduler: New, new_request: Make, step: Make
+) -> None:
+    scheduler = new_scheduler(num_blocks=8, block_size=4, max_num_sequences=8, max_num_batched_tokens=40)
+    scheduler.add(new_request(1, 3, 3), 0)
+    step(scheduler)
+    scheduler.add(new_request(0, 29, 2), 0)
+    admitted: list[int] = []
+    for key in range(2, 40):
+        if scheduler.load().num_running == 0:
+            scheduler.pause(0)
+        scheduler.add(new_request(key, 1, 3), 0)
+        plan, update = step(scheduler)
+        admitted += [request.request_key for _, request in plan.admitted]
+        if 0 in admitted:
+            break
+        scheduler.resume(0)
+    assert 0 in admitted
+    assert len(admitted) < 12
+    assert update.token_ids.tolist() == [7], "it has its first token, and pauses now"
+    assert scheduler.load().num_paused == 1
+    while 0 not in update.sequences["request_key"][update.sequences["finish_reason"] > 0]:
+        scheduler.resume(0)
+        plan, update = step(scheduler)
+
+
+def test_what_is_admitted_while_a_request_is_paused_has_overtaken_it(
+    new_scheduler: New, new_request: Make, step: Make
+) -> None:
+    scheduler = new_scheduler(num_blocks=8, block_size=4, max_num_sequences=8, max_num_batched_tokens=40)
+    scheduler.add(new_request(0, 29, 2), 0)
+    scheduler.pause(0)
+    for key in range(1, 5):
+        scheduler.add(new_request(key, 1, 8), 0)
+    assert len(step(scheduler)[0].admitted) == 4
+    scheduler.resume(0)
+    scheduler.add(new_request(5, 1, 8), 0)
+    assert step(scheduler)[0].admitted == (), "four have passed it while it was paused"
 
 
 def test_a_request_that_flaps_is_not_overtaken_for_ever(new_scheduler: New, new_request: Make, step: Make) -> None:
@@ -116,4 +156,4 @@ def test_a_request_that_flaps_is_not_overtaken_for_ever(new_scheduler: New, new_
         scheduler.add(new_request(next(keys), 17, 3), 0)
         assert step(scheduler)[0].num_sequences == 1
         scheduler.resume(0)
-    assert num_passed == [0, 4, 0]
+    assert num_passed == [0, 3, 0], "one was admitted while it was paused"

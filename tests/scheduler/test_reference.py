@@ -75,6 +75,7 @@ class Twins:
         tenant: str,
         num_outputs: int,
         want_prompt_logprobs: bool,
+        grammar: str,
     ) -> None:
         prompt = np.arange(num_prompt, dtype=np.int32) // (1 + family) % NUM_TOKEN_IDS
         deadline_ns = 0 if time_left is None else self.now_ns + time_left
@@ -89,6 +90,7 @@ class Twins:
             tenant=tenant,
             num_outputs=num_outputs,
             want_prompt_logprobs=want_prompt_logprobs,
+            grammar=grammar,
         )
         keys = range(self.next_key, self.next_key + num_outputs)
         if self.call("add", request, self.now_ns) is None:
@@ -126,13 +128,14 @@ class Twins:
         logprobs = token_ids.astype(np.float32) / 7
         draft_offsets = np.cumsum([0] + [len(row) for row in drafts]).astype(np.int32)
         draft_token_ids = np.array([token for row in drafts for token in row], np.int32)
+        drafters = (plan.step_id + np.arange(len(drafts), dtype=np.int32)) % 3 if plan.step_id % 5 else None
         result = StepResult(
             plan.step_id,
             offsets,
             token_ids,
             logprobs,
             np.array(failed, np.bool_),
-            drafts=Drafts(draft_offsets, draft_token_ids) if random.random() < 0.9 else None,
+            drafts=Drafts(draft_offsets, draft_token_ids, drafters) if random.random() < 0.9 else None,
         )
         plan_scored = plan.scored_token_ids.copy()
         update = self.real.apply(result)
@@ -227,6 +230,7 @@ class BothSchedulers(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "heavy", "light"]),
         num_outputs=st.sampled_from([1, 1, 2, 3]),
         want_prompt_logprobs=st.booleans(),
+        grammar=st.sampled_from(["", "", "x"]),
     )
     def add(
         self,
@@ -274,7 +278,7 @@ TestBothSchedulers = BothSchedulers.TestCase
 
 def random_request(
     random: Random, num_tenants: int
-) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int, bool]:
+) -> tuple[int, StoppingParams, int, int | None, int, str, bool, str, int, bool, str]:
     num_prompt = random.choice([1, 2, 3, random.randint(1, 12), random.randint(1, 40)])
     eos = random.choice([(), (), (0,), (0, 1)])
     stop = random.choice([(), (), (2,)])
@@ -290,6 +294,7 @@ def random_request(
         f"tenant-{random.randrange(num_tenants)}",
         random.choice([1, 1, 1, 2, 4]),
         random.random() < 0.2,
+        random.choice(["", "", "x"]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,10 +37,10 @@ def draw(request: pytest.FixtureRequest, checker: CheckerDriver) -> Accept:
         logits, params = logits_of(token_ids), parameters(len(token_ids), want_logprob=True)
         steps = (params, np.array(input_ids, np.int32), np.cumsum([0, *lengths]).astype(np.int32))
         if request.param == "numpy":
-            return NumpyBackend().sample_and_accept(logits, *steps)
+            return NumpyBackend().sample_and_accept(logits, *steps)()
         cuda = CudaBackend("float32", checker, device="cpu")
         backend = CpuBackend("float32", num_threads=1) if request.param == "cpu" else cuda
-        return backend.sample_and_accept(torch.from_numpy(logits), *steps)
+        return backend.sample_and_accept(torch.from_numpy(logits), *steps)()
 
     return draw
 
@@ -91,9 +92,27 @@ def test_drawing_and_accepting_together_is_one_after_the_other(checker: CheckerD
     samples = cuda.sample(logits, params)
     input_ids = np.where(rng.random(rows) < 0.5, np.roll(samples.token_ids, 1), 5).astype(np.int32)
     offsets = np.cumsum([0, *lengths]).astype(np.int32)
-    got, want = cuda.sample_and_accept(logits, params, input_ids, offsets), accept(samples, input_ids, offsets)
+    got, want = cuda.sample_and_accept(logits, params, input_ids, offsets)(), accept(samples, input_ids, offsets)
     for name in AcceptedTokens.__slots__:
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), strict=True)
+
+
+def test_scores_are_those_of_the_tokens_that_come_out(checker: CheckerDriver) -> None:
+    """On the CUDA device every row that may come out is scored, before anybody knows which do."""
+    logits = logits_of([1, 3, 3, 8, 5, 6, 7, FAILS])
+    params = replace(parameters(8), want_scores=np.array([1, 1, 1, 0, 1, 1, 1, 1], np.bool_), num_top=2)
+    steps = (params, np.array([9, 1, 2, 9, 9, 5, 0, 9], np.int32), np.array([0, 3, 4, 7, 8], np.int32))
+    got = CudaBackend("float32", checker, device="cpu").sample_and_accept(torch.from_numpy(logits), *steps)()
+    want = NumpyBackend().sample_and_accept(logits, *steps)()
+    assert got.token_ids.tolist() == [1, 3, 8, 5, 6]
+    assert got.scores is not None
+    assert want.scores is not None
+    assert got.scores.ranks.tolist() == want.scores.ranks.tolist() == [1, 1, 0, 1, 1]
+    assert got.scores.top_token_ids.tolist() == want.scores.top_token_ids.tolist()
+    np.testing.assert_allclose(got.scores.top_logprobs, want.scores.top_logprobs, atol=1e-5)
+    np.testing.assert_allclose(got.scores.logprobs, want.scores.logprobs, atol=1e-5)
+    unwanted = replace(params, want_scores=np.zeros(8, np.bool_))
+    assert NumpyBackend().sample_and_accept(logits, unwanted, *steps[1:])().scores is None
 
 
 def test_the_first_tokens_of_each_sequence(draw: Accept) -> None:

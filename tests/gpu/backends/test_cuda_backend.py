@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 from simt.driver import CheckerDriver
 
-from foreword.gpu.backends import cuda_backend
+from foreword.gpu.backends import cuda_attention, cuda_backend, cuda_sampling
 from foreword.gpu.backends.backend import KVCacheShape
-from foreword.gpu.backends.cuda_backend import MAX_VOCAB_SIZE, CudaBackend
+from foreword.gpu.backends.cuda_backend import CudaBackend
+from foreword.gpu.backends.cuda_sampling import MAX_VOCAB_SIZE
 from foreword.gpu.backends.staging import StagingBuffer
+from foreword.gpu.kernels.launcher import Function, Grid
 from foreword.gpu.runner import ModelRunner
 from foreword.scheduler.errors import ConfigError, DeviceError
 from foreword.scheduler.request import Request
+from tests.gpu.backends.test_sampling import parameters
 
 ENOUGH = KVCacheShape(1, 4, 16, 1, 64, 2, 4)
 
@@ -41,10 +45,32 @@ def test_a_cache_that_does_not_fit_names_the_setting(cuda: CudaBackend, monkeypa
         cuda.kv_cache(ENOUGH)
 
 
-def test_weights_that_do_not_fit_are_an_error_of_the_device(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("upload", ["weight", "embedding_weight", "linear_weight", "head_weight"])
+def test_weights_that_do_not_fit_are_an_error_of_the_device(
+    cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch, upload: str
+) -> None:
     monkeypatch.setattr(torch.Tensor, "to", out_of_memory)
     with pytest.raises(DeviceError, match="weights do not fit the memory of CUDA checker"):
-        cuda.linear_weight(np.zeros((2, 2), np.float32))
+        getattr(cuda, upload)(np.zeros((2, 2), np.float32))
+
+
+def test_a_bias_that_does_not_fit_is_one_too(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = torch.Tensor.to
+
+    def only_matrices(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return out_of_memory() if tensor.ndim == 1 else to(tensor, *arguments, **keywords)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(torch.Tensor, "to", only_matrices)
+    with pytest.raises(DeviceError, match="weights do not fit the memory of CUDA checker"):
+        cuda.linear_weight(np.zeros((2, 2), np.float32), np.zeros(2, np.float32))
+
+
+def test_block_tables_that_do_not_fit_name_the_setting_of_the_cache(
+    cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "zeros", out_of_memory)
+    with pytest.raises(ConfigError, match="kv_cache_memory: 4 blocks do not fit"):
+        cuda.kv_cache(ENOUGH)
 
 
 def test_memory_that_ends_within_a_step_leaves_the_runner_usable(
@@ -67,7 +93,7 @@ def test_memory_that_ends_within_a_step_leaves_the_runner_usable(
 def test_a_vocabulary_beyond_the_sampler_is_refused(cuda: CudaBackend) -> None:
     logits = torch.empty(1, MAX_VOCAB_SIZE + 1, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="vocab_size: at most 262144 on the CUDA device, got 262145"):
-        cuda.sample(logits, None)  # type: ignore[arg-type]
+        cuda.sample(logits, parameters(1))
 
 
 def test_a_step_without_logits_draws_nothing(
@@ -99,20 +125,58 @@ def test_tokens_do_not_depend_on_the_order_of_threads(
 
 
 class RecordingDriver(CheckerDriver):
-    """Counts recordings and how often they are run."""
+    """Counts recordings, how often they are run, and launches outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_recordings = self.num_replays = 0
+        self.num_recordings = self.num_replays = self.num_launches = 0
+        self.is_replaying = False
+
+    def compile(self, source: Path, expression: str) -> Function:
+        function = super().compile(source, expression)
+
+        def launch(grid: Grid, threads: int, arguments: Sequence[object], shared_bytes: int) -> None:
+            self.num_launches += not self.is_replaying
+            function(grid, threads, arguments, shared_bytes)
+
+        return launch
 
     def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         self.num_recordings += 1
 
         def replay() -> torch.Tensor:
             self.num_replays += 1
-            return compute()
+            self.is_replaying = True
+            result = compute()
+            self.is_replaying = False
+            return result
 
         return replay
+
+
+def test_a_decode_step_is_one_replay(
+    new_runner: Callable[..., ModelRunner], plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    """Model, sampling and acceptance; what masks, penalties and scores need is launched behind it."""
+    driver, writer = RecordingDriver(), plan_writer()
+    runner = new_runner("float32", CudaBackend("float32", driver, device="cpu"))
+    requests = [new_request([7] * (row + 1), temperature=0.8, top_k=9, seed=row) for row in range(3)]
+    wanted = {"temperature": 0.8, "repetition_penalty": 1.2, "num_top_logprobs": 1}
+    requests.append(new_request([7] * 4, **wanted))
+    tokens = []
+    for row, request in enumerate(requests):
+        plan = writer.plan([(row, request.prompt_token_ids.tolist(), 1)], [(row, request)])
+        tokens += runner.execute(plan).token_ids.tolist()
+    runner.execute(writer.plan([(row, tokens[row : row + 1], 1) for row in range(3)]))
+    before = driver.num_replays, driver.num_launches
+    runner.execute(writer.plan([(row, tokens[row : row + 1], 1) for row in range(3)]))
+    runner.execute(writer.plan([(row, [5, 6, 7][:row], row) for row in (2, 1)]))  # drafts are checked like that, too
+    assert (driver.num_replays, driver.num_launches) == (before[0] + 2, before[1])
+    for _ in range(2):
+        before = driver.num_replays, driver.num_launches
+        runner.execute(writer.plan([(row, tokens[row : row + 1], 1) for row in range(4)]))
+    assert driver.num_replays == before[0] + 1
+    assert driver.num_launches == before[1] + 4  # process, sample, accept, score
 
 
 def decode(runner: ModelRunner, writer: Any, requests: list[Request], num_steps: int) -> list[list[int]]:
@@ -168,6 +232,47 @@ def test_a_recording_is_made_again_when_its_memory_moved(
     fresh = plan_writer()
     expected = whole.execute(fresh.plan([(0, [5, 6], 1)], [(0, request)])).token_ids.tolist()
     assert outputs == decode_one(whole, fresh, expected, 6)
+
+
+def test_a_recording_is_made_again_when_the_memory_of_sampling_moved(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_sampling, "_STAGING_BYTES", 64)
+    request, other = new_request([5, 6], temperature=0.9, seed=4), new_request([9] * 12)
+    outputs = []
+    for is_moved in (True, False):
+        runner, writer = new_runner("float32", CudaBackend("float32", CheckerDriver(), device="cpu")), plan_writer()
+        tokens = runner.execute(writer.plan([(0, [5, 6], 1)], [(0, request)])).token_ids.tolist()
+        tokens = decode_one(runner, writer, tokens, 3)
+        if is_moved:
+            runner.execute(writer.plan([(1, [9] * 12, 12)], [(1, other)]))
+        outputs.append(decode_one(runner, writer, tokens, 4))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_recording_is_made_again_when_the_memory_of_attention_moved(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where its first list is empty, as in a verification of many tokens, all of whose tiles are wide."""
+    monkeypatch.setattr(cuda_attention, "_STAGING_BYTES", 16)
+    monkeypatch.setattr(cuda_attention, "_LEAST_ROOM", 1)
+    prompt = list(range(12))
+    outputs = []
+    for is_moved in (True, False):
+        runner, writer = new_runner("bfloat16", CudaBackend("bfloat16", CheckerDriver(), device="cpu")), plan_writer()
+        requests = [new_request(prompt, temperature=0.0), new_request([9] * 200, temperature=0.0)]
+        tokens = runner.execute(writer.plan([(0, prompt, 12)], [(0, requests[0])])).token_ids.tolist()
+        if is_moved:
+            runner.execute(writer.plan([(1, [9] * 200, 1)], [(1, requests[1])]))
+        tokens += runner.execute(writer.plan([(0, prompt[::-1], 12)])).token_ids.tolist()
+        outputs.append(tokens)
+    assert outputs[0] == outputs[1]
 
 
 def decode_one(runner: ModelRunner, writer: Any, output: list[int], num_steps: int) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from simt.driver import CheckerDriver
 
+from foreword.gpu.backends import cpu_kernels
 from foreword.gpu.backends.backend import Backend, KVCacheShape, RotaryTable
 from foreword.gpu.backends.cpu_backend import CpuBackend
 from foreword.gpu.backends.cuda_backend import CudaBackend
@@ -173,7 +174,8 @@ class Attention:
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         if isinstance(backend, CudaBackend) and self.head_dim % 16:
             pytest.skip("the CUDA device refuses this head size")
-        shape = KVCacheShape(2, writer.num_blocks, 16, self.num_kv_heads, self.head_dim, 8, 16)
+        size, max_blocks = writer.block_size, writer.max_model_len // writer.block_size
+        shape = KVCacheShape(2, writer.num_blocks, size, self.num_kv_heads, self.head_dim, 8, max_blocks)
         self.cache = backend.kv_cache(shape)
         self.cache.keys[:] = float("nan")
         self.cache.values[:] = float("nan")
@@ -225,6 +227,44 @@ def test_attention_does_not_depend_on_chunks_or_neighbours(
         parts.append(chunked.step(neighbours, window)[-size:])
         start += size
     np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_kernels_of_older_processors(
+    dtype: str, plan_writer: Callable[..., Any], heads: tuple[int, int, int], window: int | None
+) -> None:
+    """Those with fused multiplications are bit-equal; the one without is near, and its rows are independent too."""
+    backends = [CpuBackend(dtype, 2, kernel) for kernel in cpu_kernels.ATTENTION_KERNELS]
+    results = []
+    for backend in backends:
+        whole, chunked = (Attention(backend, plan_writer(), heads) for _ in range(2))
+        values = whole.values(150, 1)
+        result = whole.step([(0, values)], window)
+        parts = [chunked.step([(2, part)], window) for part in np.split(values, [1, 16, 33, 97, 98])]
+        np.testing.assert_array_equal(np.concatenate(parts), result)
+        results.append(result)
+    for kernel, result in zip(cpu_kernels.ATTENTION_KERNELS, results, strict=True):
+        if kernel == "plain":
+            np.testing.assert_allclose(result, results[0], atol=TOLERANCE[dtype], rtol=0)
+        else:
+            np.testing.assert_array_equal(result, results[0])
+
+
+def test_an_unknown_attention_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention_kernel must be one of .*plain, got 'fast'"):
+        CpuBackend("float32", 1, "fast")
+
+
+def test_blocks_that_the_widest_kernel_cannot_use_give_the_same_result(
+    cpu: CpuBackend, plan_writer: Callable[..., Any]
+) -> None:
+    """Blocks of eight tokens are half a vector of that kernel, so another one takes over."""
+    small = Attention(cpu, plan_writer(num_blocks=128, block_size=8), (6, 2, 24))
+    large = Attention(cpu, plan_writer(), (6, 2, 24))
+    values = large.values(150, 1)
+    np.testing.assert_array_equal(small.step([(0, values)]), large.step([(0, values)]))
 
 
 def test_keys_and_values_of_other_layers_stay(backend: TorchBackend, plan_writer: Callable[..., Any]) -> None:

@@ -37,6 +37,8 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "presence_penalty": 0.0,
         "seed": 0,
         "position": 0,
+        "by_rejection": False,
+        "draft_ids": -1,
         "want_logprob": True,
     } | changes
     masks = values.pop("masks", TokenMasks(np.zeros((0, 1), np.uint32), np.full(rows, -1, np.int32)))
@@ -56,6 +58,8 @@ def parameters(rows: int, **changes: Any) -> SamplingBatch:
         "presence_penalty": np.float32,
         "seed": np.uint64,
         "position": np.int64,
+        "by_rejection": np.bool_,
+        "draft_ids": np.int32,
         "want_logprob": np.bool_,
     }
     arrays = {name: np.broadcast_to(values[name], rows).astype(dtype) for name, dtype in dtypes.items()}
@@ -449,10 +453,10 @@ def test_scores_are_those_of_the_oracle(vocab: int, num_top: int, device: str, c
     logits[2, ::2] = -INF
     rows = np.array([5, 0, 1, 1, 2], np.int32)
     token_ids = np.array([0, vocab - 1, vocab // 2, 0, 1], np.int32)
-    expected = NumpyBackend().score(logits, rows, token_ids, num_top)
+    expected = NumpyBackend().score(logits, rows, token_ids, num_top)()
     for dtype in ("float32", "bfloat16"):
         backend = open_backend(device, dtype, checker)
-        actual = backend.score(torch.from_numpy(logits).to(getattr(torch, dtype)), rows, token_ids, num_top)
+        actual = backend.score(torch.from_numpy(logits).to(getattr(torch, dtype)), rows, token_ids, num_top)()
         for name in ("ranks", "top_token_ids"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
         for name in ("logprobs", "top_logprobs"):
@@ -463,7 +467,7 @@ def test_scores_are_those_of_the_oracle(vocab: int, num_top: int, device: str, c
 def test_the_rank_counts_more_probable_tokens(device: str, checker: CheckerDriver) -> None:
     backend = open_backend(device, "float32", checker)
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -INF]])
-    scores = backend.score(logits.expand(5, 5).contiguous(), int32(range(5)), int32(range(5)), 3)
+    scores = backend.score(logits.expand(5, 5).contiguous(), int32(range(5)), int32(range(5)), 3)()
     assert scores.ranks.tolist() == [4, 1, 3, 1, 5]
     assert scores.top_token_ids.reshape(5, 3).tolist() == [[1, 3, 2]] * 5
 
@@ -475,7 +479,7 @@ def test_a_score_equals_the_logprob_that_came_with_the_draw(device: str, dtype: 
     backend = open_backend(device, dtype, checker)
     logits = torch.from_numpy(normal(20, 777)).to(getattr(torch, dtype))
     drawn = backend.sample(logits, parameters(20, temperature=3.0, seed=np.arange(20), biases={3: 20.0}))
-    scores = backend.score(logits, int32(range(20)), drawn.token_ids, 2)
+    scores = backend.score(logits, int32(range(20)), drawn.token_ids, 2)()
     assert scores.logprobs.tolist() == drawn.logprobs.tolist()
     best = scores.ranks == 1
     assert scores.top_logprobs[::2][best].tolist() == drawn.logprobs[best].tolist()
@@ -488,7 +492,7 @@ def test_nan_makes_scores_nan_and_no_id_outside_of_the_vocabulary(device: str, c
     logits[2] = NAN
     scores = open_backend(device, "float32", checker).score(
         torch.from_numpy(logits), int32([0, 1, 2]), int32([1, 2, 3]), 20
-    )
+    )()
     assert np.isnan(scores.logprobs).tolist() == [False, True, True]
     assert np.isnan(scores.top_logprobs[20:]).all()
     for ids in scores.top_token_ids.reshape(3, 20):
@@ -511,6 +515,6 @@ def test_logits_of_integer_products_keep_differences_that_bfloat16_rounds_away()
     assert logits.dtype == torch.float32
     samples = backend.sample(logits, parameters(1, want_logprob=True))
     assert samples.token_ids.tolist() == [9]
-    scores = backend.score(logits, int32([0]), samples.token_ids, 2)
+    scores = backend.score(logits, int32([0]), samples.token_ids, 2)()
     assert scores.ranks.tolist() == [1]
     assert scores.logprobs.tolist() == samples.logprobs.tolist()

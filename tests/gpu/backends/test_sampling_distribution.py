@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,18 +33,21 @@ PROCESSORS = {
 }
 
 
-def probabilities(params: SamplingParams) -> dict[int, float]:
+def probabilities(
+    params: SamplingParams, output: Sequence[int] = OUTPUT, row: Sequence[float] = LOGITS
+) -> dict[int, float]:
     """What remains possible, and how probable it is, by the words of the protocol."""
-    logits = dict(enumerate(LOGITS))
+    logits = dict(enumerate(row))
     for token, value in params.logit_bias:
         logits[token] += value
-    allowed = set(params.allowed_token_ids or range(VOCAB)) - set(params.banned_token_ids) - set(EOS)
+    allowed = set(params.allowed_token_ids or range(VOCAB)) - set(params.banned_token_ids)
+    allowed -= set(EOS if len(output) < MIN_OUTPUT else ())
     logits = {token: x for token, x in logits.items() if token in allowed}
     for token in logits:
-        if token in PROMPT + OUTPUT:
+        if token in [*PROMPT, *output]:
             logits[token] *= params.repetition_penalty ** (-1 if logits[token] > 0 else 1)
-        logits[token] -= params.frequency_penalty * OUTPUT.count(token)
-        logits[token] -= params.presence_penalty * (token in OUTPUT)
+        logits[token] -= params.frequency_penalty * output.count(token)
+        logits[token] -= params.presence_penalty * (token in output)
     kept = normalised({token: x / params.temperature for token, x in logits.items()})
     by_probability = sorted(kept, key=lambda token: -kept[token])
     if params.top_k:
@@ -107,7 +110,7 @@ def draw(backend: CpuBackend, writer: Any, params: SamplingParams) -> np.ndarray
     arrays = {
         field.name: np.repeat(getattr(one, field.name), DRAWS, axis=0)
         for field in fields(one)
-        if field.name not in tables
+        if field.name not in {*tables, "num_top"}
     }
     batch = SamplingBatch(**tables, **arrays | {"position": len(known) + np.arange(DRAWS)})
     return backend.sample(torch.tensor([LOGITS] * DRAWS), batch).token_ids

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -170,6 +172,17 @@ def test_a_sequence_that_resumes_stands_behind_its_output(rows: Rows) -> None:
     assert allowed(params, 0) == {ord("u")}
 
 
+def amended(rows: Rows, plan: StepPlan, *drafts: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Drafts of the plan's sequences after the grammars have seen them, and the rows that were given some."""
+    offsets = np.cumsum([0, *map(len, drafts)]).astype(np.int32)
+    proposed = Drafts(offsets, np.array([token_id for each in drafts for token_id in each], np.int32))
+    result, forced_rows = rows.guided.amend(plan, proposed if any(drafts) else None)
+    if result is None:
+        return [[]] * plan.num_sequences, forced_rows.tolist()
+    ends = result.offsets.tolist()
+    return [result.token_ids[i:j].tolist() for i, j in itertools.pairwise(ends)], forced_rows.tolist()
+
+
 @pytest.mark.parametrize(
     ("draft", "kept"),
     [("ab", 2), ("aab", 3), ("aba", 2), ("b", 1), ("ba", 1), ("x", 0), ("axb", 1)],
@@ -178,22 +191,65 @@ def test_drafts_are_cut_where_the_grammar_forbids_them(rows: Rows, draft: str, k
     plan, params = rows.step({0: [1], 1: [1]}, [(0, request(STAR)), (1, request(""))])
     rows.draw(plan, params, [97, 97])
     drafts = encode(draft)
-    cut = rows.guided.cut(
-        plan, Drafts(np.array([0, len(drafts), len(drafts) + 2], np.int32), np.array([*drafts, 7, 8], np.int32))
-    )
-    assert cut is not None
-    assert cut.offsets.tolist() == [0, kept, kept + 2]
-    assert cut.token_ids.tolist() == [*drafts[:kept], 7, 8]
+    assert amended(rows, plan, drafts, [7, 8]) == ([drafts[:kept], [7, 8]], [])
     assert allowed(rows.step({0: [97]})[1], 0) == {*encode("ab"), AB, EOS}  # cutting moves nothing
 
 
 def test_drafts_stop_before_an_end_token(rows: Rows) -> None:
     plan, params = rows.step({0: [1]}, [(0, request(STAR))])
     rows.draw(plan, params, [97])
-    cut = rows.guided.cut(plan, Drafts(np.array([0, 3], np.int32), np.array([97, EOS, EOS], np.int32)))
-    assert cut is not None
-    assert cut.token_ids.tolist() == [97]
-    assert rows.guided.cut(plan, Drafts(np.array([0, 1], np.int32), np.array([EOS], np.int32))) is None
+    assert amended(rows, plan, [97, EOS, EOS]) == ([[97]], [])
+    assert amended(rows, plan, [EOS]) == ([[]], [])
+
+
+def drafting(grammar: str, max_draft_tokens: int) -> Request:
+    return dataclasses.replace(request(grammar), max_draft_tokens=max_draft_tokens)
+
+
+def test_where_one_text_is_left_its_tokens_become_drafts(rows: Rows) -> None:
+    plan, params = rows.step(
+        {0: [1], 1: [1], 2: [1], 3: [1]},
+        [(0, drafting(JSON, 8)), (1, request("")), (2, drafting("start: /xy+z/", 8)), (3, drafting(STAR, 8))],
+    )
+    rows.draw(plan, params, [ord("{"), 5, ord("x"), 97])
+    assert amended(rows, plan, [], [7], [], []) == ([[], [7], [ord("y")], []], [2])
+    plan, params = rows.step({0: [ord("{")]})
+    rows.draw(plan, params, [ord('"')])
+    assert amended(rows, plan, []) == ([[ord("x")]], [0])  # a longer token may begin with the quote
+    assert amended(rows, plan, encode('x"}')) == ([encode('x"')], [])  # a draft that is allowed stays
+    assert amended(rows, plan, encode("}")) == ([encode("x")], [0])
+
+
+@pytest.mark.parametrize(("limit", "count"), [(0, 0), (1, 1), (3, 3), (16, 9)])
+def test_forced_drafts_keep_to_the_requests_bound(rows: Rows, limit: int, count: int) -> None:
+    plan, params = rows.step({0: [1]}, [(0, drafting("start: /a(bcdefghij|kk)/", limit))])
+    rows.draw(plan, params, [97])
+    plan, params = rows.step({0: [97]})
+    rows.draw(plan, params, [98])
+    drafts, forced_rows = amended(rows, plan, [])
+    assert drafts == [encode("cdefghij")[:count]]
+    assert forced_rows == ([0] if count else [])
+
+
+def test_what_has_ended_gets_no_drafts(rows: Rows) -> None:
+    plan, params = rows.step({0: [1], 1: [1]}, [(0, drafting("start: /a/", 8)), (1, drafting("start: /ab/", 8))])
+    rows.draw(plan, params, [97, 0], failed=[1])
+    assert amended(rows, plan, [], []) == ([[], []], [])
+
+
+@pytest.mark.parametrize(
+    "grammar", [JSON, "start: /(foo|bar|bazaar){2}-fixed/", "start: word\nword: /[(]/ word? /[)]/"]
+)
+def test_looking_for_forced_tokens_changes_no_mask(compiler: GrammarCompiler, grammar: str) -> None:
+    looking, plain = compiler.matcher_of_its_own(grammar), compiler.matcher_of_its_own(grammar)
+    text = {"{": '{"x": true}', "s": "bazaarfoo-fixed"}[grammar[0]] if "word" not in grammar else "((()))"
+    for token_id in encode(text):
+        looking.compute_ff_tokens()
+        assert looking.compute_bitmask() == plain.compute_bitmask()
+        assert looking.consume_token(token_id)
+        assert plain.consume_token(token_id)
+    assert looking.is_accepting()
+    assert plain.is_accepting()
 
 
 TOO_COMPLEX = "start: /((a{0,1000}){0,1000}){0,1000}/"  # once the output has 41 letters

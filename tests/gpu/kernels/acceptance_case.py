@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,14 @@ class AcceptanceCase:
         )
         drawn = (samples.token_ids, samples.logprobs, samples.failed.astype(np.int32))
         outputs = (offsets, logits_rows, token_ids, logprobs.view(np.float32), failed)
-        arguments = (*drawn, self.input_ids, self.logits_offsets, *outputs, np.int32(self.num_sequences))
+        rows = np.arange(self.num_sequences, dtype=np.int32)[::-1].copy()
+        last_tokens = np.full(self.num_sequences, POISON, np.int32)
+        kept = (rows, last_tokens, np.int32(self.num_sequences))
+        arguments = (*drawn, self.input_ids, self.logits_offsets, *outputs, *kept)
         kernel((1,), (32 * num_warps,), arguments, seed=seed)
         n = offsets[-1]
+        last = [token_ids[end - 1] if start < end else POISON for start, end in pairwise(offsets.tolist())]
+        assert last_tokens.tolist() == last[::-1]
         for output in (logits_rows, token_ids, logprobs):
             assert (output[n:] == POISON).all()
         assert np.isin(failed, [0, 1]).all()

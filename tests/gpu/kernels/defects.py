@@ -82,7 +82,7 @@ ATTENTION = (
         (PLAIN, SHUFFLED),
     ),
     Defect("row sum over half of its lanes", TENSOR, "sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);", "", (PLAIN,)),
-    Defect("total not kept", TENSOR, "if (!last) total[j][i][lane]", "if (last) total[j][i][lane]", (PLAIN,)),
+    Defect("total not kept", TENSOR, "total[j][i][lane] = folded(j, i);", "folded(j, i);", (PLAIN,)),
     Defect("warp takes its neighbour's total", TENSOR, "shared.total[warp]", "shared.total[warp / 2]", (PLAIN, THREAD)),
     Defect("scratch one row short", TENSOR, "RESIDENT ? 1 : WARPS * 16]", "RESIDENT ? 1 : WARPS * 16 - 1]", (PLAIN,)),
     Defect(
@@ -145,7 +145,7 @@ ROW = (
         "static_cast<double>(before) > target) break;",
         (PLAIN,),
     ),
-    Defect("range ignored in the draw", SAMPLE, "x >= range.least && ", "", (PLAIN,)),
+    Defect("range ignored in the draw", SAMPLE, "= x >= range.least && ", "= ", (PLAIN,)),
     Defect("target overwritten while it is read", SAMPLE, "__syncwarp();", "", (THREAD,)),
     Defect(
         "NaN passes",
@@ -162,6 +162,11 @@ ROW = (
         (PLAIN,),
     ),
     Defect("the next most probable repeats", "row.cuh", "key < bound", "key <= bound", (PLAIN,)),
+    Defect("a rejected draft is drawn again", SAMPLE, " && id != scratch.draft", "", (PLAIN,)),
+    Defect("a draft's share of nothing", SAMPLE, "static_cast<double>(total)", "1.0", (PLAIN,)),
+    Defect("draft past the vocabulary", SAMPLE, "&& draft < vocab ?", "?", (ADDRESS,)),
+    Defect("padding is drawn", SAMPLE, "position[i] < 0", "false", (PLAIN,)),
+    Defect("padding is processed", PROCESS, "if (i < 0) return;", "", (ADDRESS,)),
     Defect("ids past the vocabulary", SAMPLE, "id < row.vocab ? row(id)", "true ? row(id)", (ADDRESS,)),
     Defect("words of Philox in another order", "philox.cuh", "counter[1] = low1;", "counter[1] = low0;", (PLAIN,)),
     Defect("mask read bit by bit from the top", PROCESS, ">> id % 32", ">> (31 - id % 32)", (PLAIN,)),
@@ -189,15 +194,63 @@ ACCEPTANCE = (
     Defect("counts written while they are read", ACCEPTED, "__syncthreads();", "", (THREAD,), 1),
     Defect("offsets of warps without a sequence", ACCEPTED, "lane == 0 && b < sequences", "lane == 0", (ADDRESS,)),
     Defect("no failure without rows", ACCEPTED, "first < end && failed", "failed", (PLAIN, ADDRESS)),
+    Defect("the first token is kept", ACCEPTED, "first + count - 1", "first", (PLAIN,)),
+    Defect("kept in the order of the step", ACCEPTED, "batch_rows[b]", "b", (PLAIN,), 1),
+    Defect("rows without a token keep one", ACCEPTED, "last_tokens && count", "last_tokens", (PLAIN,)),
 )
 
 REJECTED = "rejection.cu"
 
 REJECTION = (
-    Defect("accepted whatever it was drawn from", REJECTED, " * proposed(draft)", "", (PLAIN,)),
-    Defect("residual without the proposal", REJECTED, "own[id] - proposed(id)", "own[id]", (PLAIN,)),
-    Defect("one purpose for both", REJECTED, "kResidual = 2", "kResidual = 1", (PLAIN,)),
+    Defect("accepted whatever it was drawn from", REJECTED, " * row.proposed(row.draft)", "", (PLAIN,)),
+    Defect("residual without the proposal", REJECTED, "row.p[id] - row.proposed(id)", "row.p[id]", (PLAIN,)),
+    Defect("one purpose for both", REJECTED, "position, kAcceptance)", "position, kResidual)", (PLAIN,)),
     Defect("ids past the vocabulary", REJECTED, "id < vocab ? weight(id) : 0.0f", "weight(id)", (ADDRESS,)),
-    Defect("draft past the vocabulary", REJECTED, "draft >= 0 && draft < vocab", "draft >= 0", (ADDRESS,)),
-    Defect("negative probabilities pass", REJECTED, "own[id] >= 0.0f && ", "", (PLAIN,)),
+    Defect(
+        "draft past the vocabulary",
+        REJECTED,
+        "draft_ids[row] >= 0 && draft_ids[row] < vocab",
+        "draft_ids[row] >= 0",
+        (ADDRESS,),
+    ),
+    Defect("negative probabilities pass", REJECTED, "row.p[id] >= 0.0f && ", "", (PLAIN,)),
+)
+
+BLOCK = (
+    Defect(
+        "ratios above 1", REJECTED, "reached < bound ? reached / bound : reached > 0.0", "reached / bound", (PLAIN,)
+    ),
+    Defect("drafts behind 32 left out", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 0),
+    Defect("no run behind 32 rows", REJECTED, "start += 32", "start += 1 << 20", (PLAIN,), 1),
+    Defect("number of the row before", REJECTED, "i - first - 1)", "i - first)", (PLAIN,)),
+    Defect("number of a row", REJECTED, "kBlockAcceptance, i", "kAcceptance, i", (PLAIN,)),
+    Defect("all drafts weighed alike", REJECTED, "is_last ? joint : mass", "mass", (PLAIN,)),
+    Defect("mass of one thread", REJECTED, "mass = block_reduce(mass, partial, Sum());", "", (PLAIN,)),
+    Defect("row of the next sequence", REJECTED, "if (i >= offsets[blockIdx.y + 1]) return;", "", (ADDRESS,)),
+    Defect("a failed row is passed", REJECTED, "|| !can_draw[i] ||", "||", (PLAIN,)),
+    Defect("a run behind the last draft", REJECTED, "stands[i]) & looked_at", "stands[i])", (PLAIN,)),
+    Defect("the shortest run wins", REJECTED, "31 - __clz(standing)", "__ffs(standing) - 1", (PLAIN,)),
+    Defect(
+        "rows behind the run come out", REJECTED, "i > last || (i == last && !draws)", "i == last && !draws", (PLAIN,)
+    ),
+)
+
+NGRAM_FILE = "ngram.cu"
+
+NGRAM = (
+    Defect("a gap takes tokens", NGRAM_FILE, "i < start ? kUnseen : ", "", (PLAIN, ADDRESS)),
+    Defect("tokens outside the vocabulary", NGRAM_FILE, "token >= 0 && token < vocab", "true", (PLAIN,)),
+    Defect("known tokens change", NGRAM_FILE, "i = known + threadIdx.x", "i = start + threadIdx.x", (PLAIN,)),
+    Defect("length written while it is read", NGRAM_FILE, "__syncthreads();", "", (THREAD,)),
+    Defect("a length shrinks", NGRAM_FILE, " && end > known", "", (PLAIN,)),
+    Defect("the last place is left out", NGRAM_FILE, "last = num_tokens - 1", "last = num_tokens - 2", (PLAIN,)),
+    Defect("only one tile", NGRAM_FILE, "last >= kShortest; last", "last == num_tokens - 1; last", (PLAIN,)),
+    Defect("ends with any match", NGRAM_FILE, "static_cast<int>(best >> 32) == suffix.length", "best != 0", (PLAIN,)),
+    Defect("the longest match does not win", NGRAM_FILE, "static_cast<Key>(length) << 32", "Key(2) << 32", (PLAIN,)),
+    Defect("match across the start of a row", NGRAM_FILE, "i < end && ", "", (ADDRESS,)),
+    Defect("drafts past the end", NGRAM_FILE, "i % (num_tokens - end)", "i", (PLAIN,)),
+    Defect("drafts behind a gap", NGRAM_FILE, "token == kUnseen);", "i >= limit);", (PLAIN,)),
+    Defect(
+        "confidence without drafts", NGRAM_FILE, "count ? static_cast<int>(match >> 32) : 0", "match >> 32", (PLAIN,)
+    ),
 )

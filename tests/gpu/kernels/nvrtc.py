@@ -13,9 +13,9 @@ from itertools import groupby
 from cuda.core import Program, ProgramOptions
 from simt import cuda_include_dirs
 
-from foreword.gpu.kernels.table import KERNELS, Kernel, TemplateArgument
+from foreword.gpu.kernels.table import KERNELS, SHARED_BYTES, Kernel, TemplateArgument
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = tuple(SHARED_BYTES)
 _RESOURCES = re.compile(
     r"(?P<spill_stores>\d+) bytes spill stores, (?P<spill_loads>\d+) bytes spill loads.*?"
     r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?"

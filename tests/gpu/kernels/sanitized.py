@@ -13,11 +13,13 @@ from pathlib import Path
 
 import acceptance_case
 import attention_case
+import block_case
+import ngram_case
 import pytest
 import rejection_case
 import row_case
 import simt
-from defects import ACCEPTANCE, ADDRESS, ATTENTION, PLAIN, REJECTION, ROW, SHUFFLED, THREAD, Defect
+from defects import ACCEPTANCE, ADDRESS, ATTENTION, BLOCK, NGRAM, PLAIN, REJECTION, ROW, SHUFFLED, THREAD, Defect
 
 from foreword.gpu.kernels.table import FOLDER
 
@@ -28,6 +30,8 @@ CASES = {
     "row": row_case.check,
     "acceptance": acceptance_case.check,
     "rejection": rejection_case.check,
+    "block": block_case.check,
+    "ngram": ngram_case.check,
 }
 
 
@@ -79,6 +83,8 @@ def test_sound_kernels_pass(mode: str, case: str) -> None:
             ("row", ROW),
             ("acceptance", ACCEPTANCE),
             ("rejection", REJECTION),
+            ("block", BLOCK),
+            ("ngram", NGRAM),
         )
         for defect in defects
         for mode in defect.noticed_by

@@ -1,4 +1,8 @@
-"""The CuPy driver against a stand-in for CuPy: neither CuPy nor a GPU is at hand where tests run."""
+"""The CuPy driver against a stand-in for CuPy: neither CuPy, 300 MB with what it needs, nor a GPU is at hand here.
+
+The stand-in has the shape of CuPy 14.2: names, exceptions, types of arguments, a stream of another library and the
+compiler's options were tried on the package itself, which goes without a GPU up to the first call of the driver.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,18 @@ class FakeCupy(SimpleNamespace):
     def __init__(self) -> None:
         compiler = SimpleNamespace(CompileException=CompileException)
         stream = SimpleNamespace(from_external=lambda stream: ("cupy", stream))
-        super().__init__(cuda=SimpleNamespace(compiler=compiler, Stream=stream), RawKernel=object)
+        nvrtc = SimpleNamespace(getVersion=self.nvrtc_version)
+        super().__init__(cuda=SimpleNamespace(compiler=compiler, nvrtc=nvrtc, Stream=stream), RawKernel=object)
+        self.nvrtc_failure: Exception | None = None
         self.modules: list[dict[str, Any]] = []
         self.launches: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
         self.launch_failure: Exception | None = None
+
+    def nvrtc_version(self) -> tuple[int, int]:
+        if self.nvrtc_failure is not None:
+            raise self.nvrtc_failure
+        return 13, 0
 
     def RawModule(self, **arguments: Any) -> Any:  # noqa: N802
         self.modules.append(arguments)
@@ -112,6 +123,14 @@ def test_what_cannot_be_compiled_or_loaded_is_an_error_of_the_device(
     cupy.failure = failure
     with pytest.raises(DeviceError, match=message):
         compile_scale()
+
+
+def test_a_machine_without_the_compiler_says_so_at_the_start(cupy: FakeCupy) -> None:
+    from foreword.gpu.kernels.cupy_driver import CupyDriver
+
+    cupy.nvrtc_failure = RuntimeError('Failure finding "libnvrtc.so.13"')
+    with pytest.raises(DeviceError, match=r'NVRTC, which compiles kernels, cannot be loaded: .* "libnvrtc\.so\.13"'):
+        CupyDriver()
 
 
 def test_a_failed_launch_is_an_error_of_the_device(cupy: FakeCupy, compile_scale: Callable[[], Any]) -> None:

@@ -17,8 +17,9 @@ from attention_case import (
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 ORDERS = [0, 1, 2]
+# Each head size with both kernels, each block size with each element type; whole_table.py tries all of them.
 INSTANTIATIONS = [(BF16, 64, 16), (F16, 128, 32), (BF16, 80, 32), (F16, 96, 16), (BF16, 256, 16), (F16, 16, 16)]
-INSTANTIATIONS += [(F32, 16, 16), (F32, 80, 32), (F32, 256, 16)]
+INSTANTIATIONS += [(F32, 16, 16), (F32, 64, 16), (F32, 80, 32), (F32, 96, 32), (F32, 128, 16), (F32, 256, 32)]
 SHAPES = {
     "decode, verify and prompt chunks": {"query_lens": (1, 5, 40, 1), "context_lens": (300, 5, 600, 1)},
     "a sequence without tokens": {"query_lens": (0, 1, 0), "context_lens": (0, 17, 0)},
@@ -65,11 +66,28 @@ def test_an_empty_batch_writes_nothing() -> None:
     assert case.run(kernels(BF16, 64, 16)).shape == (0, 8, 64)
 
 
-@pytest.mark.parametrize("context_len", [1, 4096, 30000])
+@pytest.mark.parametrize("context_len", [1, 2, 4096, 131_072])
 def test_context_lengths(context_len: int) -> None:
     case = AttentionCase((1,), (context_len,), num_kv_heads=1, group=2)
     out = case.run(kernels(BF16, 64, 16))
     assert relative_error(out, case.reference()) < LIMIT[BF16]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("group", [*range(1, 10), 16])
+def test_groups(group: int, dtype: str) -> None:
+    case = AttentionCase((1, 4, 35), (300, 4, 70), dtype, num_kv_heads=1, group=group)
+    assert relative_error(case.run(kernels(dtype, 64, 16)), case.reference()) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("stale", [-1, -(2**31), 2**31 - 1])
+def test_stale_block_ids_behind_a_sequence_are_not_read(stale: int, dtype: str) -> None:
+    """They would be addresses outside of the cache."""
+    case = AttentionCase((1, 3, 0), (16, 290, 0), dtype)
+    used = -(-np.array(case.context_lens) // case.block_size)
+    case.block_table[np.arange(case.block_table.shape[1]) >= used[:, None]] = stale
+    assert relative_error(case.run(kernels(dtype, 64, 16)), case.reference()) < LIMIT[dtype]
 
 
 def test_a_failed_sequence_stays_visible_and_alone() -> None:

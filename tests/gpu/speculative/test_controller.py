@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreword.gpu.speculative.controller import PROBE_INTERVAL, DraftController, StepCost, choose_lengths
-from foreword.scheduler.step import DraftState
+from foreword.scheduler.step import DraftState, StepForecast
 
 
 def int32(*values: int) -> np.ndarray:
@@ -157,3 +157,13 @@ def test_nothing_to_check_leaves_the_state_alone() -> None:
     controller.choose(int32(0), int32(5), int32(6), False)
     assert controller.choose(int32(0, 1), int32(0, 0), int32(0, 0), False).tolist() == [0, 0]
     assert controller.state is DraftState.ACTIVE
+
+
+def test_a_forecast_compares_with_doing_the_same_without_drafts() -> None:
+    """Two sequences check three drafts each and bring five tokens: without drafts, two and a half steps of two."""
+    cost = StepCost(512)
+    assert cost.forecast(2, 8, 5) == StepForecast()
+    cost.observe(2, 1000)
+    cost.observe(8, 1600)
+    assert cost.forecast(2, 8, 5) == StepForecast(1600, 2500)
+    assert cost.forecast(2, 2, 2) == StepForecast(1000, 0)

@@ -100,6 +100,11 @@ def test_every_process_has_its_own_hash_key() -> None:
     assert {len(key) for key in keys} == {16}
 
 
+@pytest.mark.parametrize(("device", "lookahead"), [("cpu", 0), ("cuda", 1)])
+def test_plans_are_made_ahead_for_a_device_that_works_asynchronously(device: str, lookahead: int) -> None:
+    assert builder._scheduler_config(EngineConfig("m", device=device), 8, 64).lookahead == lookahead
+
+
 def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
     progress: list[tuple[str, int, int]] = []
     config = EngineConfig(str(default_model_path()), num_threads=1, max_num_sequences=8, kv_cache_bytes=64 << 20)
@@ -107,7 +112,7 @@ def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
     assert progress[-1][1] == progress[-1][2] > 100
     assert engine.info.vocab_size == 49152
     assert engine.info.max_model_len == 8192
-    assert (engine.info.drafter, engine.info.max_draft_tokens) == ("ngram", 6)
+    assert (engine.info.drafter, engine.info.max_draft_tokens) == ("suffix", 6)
     off = dataclasses.replace(config, speculation="off")
     assert build_engine(off, ignore).info.drafter == ""
 
@@ -120,3 +125,37 @@ def test_the_default_model_generates_the_same_alone_and_in_company() -> None:
         assert len(token_ids) == 4
         assert generate(engine, [request(10 + key, seed=key)]) == {10 + key: token_ids}
     assert engine.load().num_free_blocks == engine.info.num_blocks
+
+
+def test_the_default_model_drafts_for_itself(model: ModelConfig) -> None:
+    path = str(default_model_path())
+    config = EngineConfig(path, num_threads=1, max_num_sequences=2, kv_cache_bytes=64 << 20, max_model_len=512)
+    engine = build_engine(dataclasses.replace(config, speculation="draft-model", draft_model_path=path), ignore)
+    assert engine.info.available_drafters == ("draft-model",)
+    block = kv_cache_bytes_per_block(model, 16, engine.info.dtype)
+    assert engine.info.num_blocks == (64 << 20) // (2 * block)
+    prompt = np.arange(1000, 1020, dtype=np.int32)
+    engine.submit(Request(1, prompt, StoppingParams(16), SamplingParams(temperature=0.8, seed=3)))
+    num_drafted = num_accepted = 0
+    while engine.has_work:
+        report = engine.step()
+        assert report is not None
+        num_drafted += report.header.num_drafted
+        num_accepted += report.header.num_accepted
+    assert num_drafted == num_accepted > 8
+
+
+@pytest.mark.parametrize(
+    ("speculation", "path", "error", "message"),
+    [
+        ("draft-model", "", ConfigError, "draft_model: is needed"),
+        ("auto", "some.gguf", ConfigError, "draft_model: .*of no use"),
+        ("draft-model", "/nowhere/some.gguf", CheckpointError, "/nowhere/some.gguf: no such file"),
+    ],
+)
+def test_a_draft_model_that_cannot_be_used_ends_the_start(
+    speculation: str, path: str, error: type[Exception], message: str
+) -> None:
+    config = EngineConfig(str(default_model_path()), num_threads=1, speculation=speculation, draft_model_path=path)
+    with pytest.raises(error, match=message):
+        build_engine(config, ignore)

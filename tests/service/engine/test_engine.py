@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded, DuplicateRequest, InvalidField, QueueFull
 from foreword.scheduler.request import Request, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
-from foreword.scheduler.step import FinishReason, StepPlan, StepResult
+from foreword.scheduler.step import Drafts, DraftState, FinishReason, StepForecast, StepPlan, StepResult
 from foreword.service.engine.config import EngineConfig
 from foreword.service.engine.engine import Engine, StepFault
 
@@ -60,6 +61,41 @@ def test_a_step_report_tells_what_the_step_was() -> None:
     assert before <= report.header.start_ns <= report.header.end_ns <= after
     assert (report.header.num_sequences, report.header.num_tokens) == (2, 8)
     assert (report.header.load.num_running, report.header.load.num_waiting) == (2, 0)
+
+
+class DraftingRunner(FakeRunner):
+    """Proposes three drafts for every sequence, of which two come true."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
+        counts = 1 + np.minimum(num_drafted, 2)
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return StepResult(
+            step_id=plan.step_id,
+            token_offsets=offsets,
+            token_ids=np.full(offsets[-1], 5, np.int32),
+            logprobs=np.zeros(offsets[-1], np.float32),
+            failed=np.zeros(plan.num_sequences, np.bool_),
+            drafts=Drafts(
+                (3 * np.arange(plan.num_sequences + 1)).astype(np.int32), np.full(3 * len(counts), 5, np.int32)
+            ),
+            draft_state=DraftState.ACTIVE,
+            forecast=StepForecast(7, 9),
+        )
+
+
+def test_a_step_report_tells_how_drafts_fared_at_each_place() -> None:
+    engine = make_engine(EngineConfig("fake"), DraftingRunner())
+    engine.submit(make_request(1, num_prompt_tokens=5, max_output_tokens=20))
+    engine.submit(make_request(2, num_prompt_tokens=5, max_output_tokens=3))
+    reports = [engine.step(), engine.step()]
+    first, second = (report.header for report in reports if report is not None)
+    assert (first.drafted, first.accepted, first.emitted) == ((), (), ())
+    assert second.drafted == (2, 1, 1)  # the second sequence may have two tokens more, so one draft
+    assert second.accepted == (2, 1)
+    assert second.emitted == (2, 2, 1)
+    assert (sum(second.drafted), sum(second.accepted)) == (second.num_drafted, second.num_accepted)
+    assert second.forecast == StepForecast(7, 9)
 
 
 def test_a_thousand_requests_all_end_as_they_should() -> None:
@@ -214,6 +250,14 @@ def test_the_next_step_is_begun_before_a_result_is_waited_for() -> None:
     assert (load.num_running, load.num_free_blocks) == (0, load.num_blocks)
 
 
+def test_sequences_that_wait_for_each_result_are_stepped_without_a_pause() -> None:
+    engine, sink = looking_ahead(LateRunner()), RecordingSink()
+    engine.submit(make_request(1, max_output_tokens=9, grammar="x"))
+    run(engine, {1: sink})
+    assert sink.finish_reason is FinishReason.LENGTH
+    assert engine.step() is None
+
+
 def test_paused_sequences_do_not_keep_an_engine_that_looks_ahead_busy() -> None:
     engine, sink = looking_ahead(LateRunner()), RecordingSink()
     engine.submit(make_request(1, max_output_tokens=9))
@@ -235,6 +279,29 @@ def test_a_fault_behind_a_step_ahead_names_its_own_sequences() -> None:
     with pytest.raises(StepFault) as fault:
         engine.step()
     assert (fault.value.step_id, fault.value.request_keys) == (1, [1, 2])
+
+
+class PromisingRunner(LateRunner):
+    """Brings drafts, of which there are none, with the results of some steps."""
+
+    def __init__(self, *step_ids: int) -> None:
+        super().__init__()
+        self.step_ids = step_ids
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        drafts = Drafts(np.zeros(plan.num_sequences + 1, np.int32), np.zeros(0, np.int32))
+        return replace(result, drafts=drafts if plan.step_id in self.step_ids else None)
+
+
+def test_a_plan_waits_for_the_drafts_of_a_device_that_proposes() -> None:
+    runner, sink = PromisingRunner(2, 3), RecordingSink()
+    engine = looking_ahead(runner)
+    engine.submit(make_request(1, num_prompt_tokens=3, max_output_tokens=9))
+    run(engine, {1: sink})
+    assert sink.token_ids == expected_tokens(3, 9)
+    assert runner.calls[:5] == ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2"]
+    assert runner.calls[5:10] == ["finish 3", "launch 4", "finish 4", "launch 5", "launch 6"]
 
 
 def test_lookahead_needs_a_device_that_works_asynchronously() -> None:

@@ -13,21 +13,23 @@ from foreword.gpu.checkpoint.open import open_checkpoint
 from foreword.gpu.config import DeviceConfig
 from foreword.gpu.runner import ModelRunner, load_runner
 from foreword.gpu.speculative.drafter import Proposals
-from foreword.gpu.speculative.ngram_drafter import NgramDrafter
+from foreword.gpu.speculative.open import open_speculator
 from foreword.gpu.speculative.speculator import Speculator
 from foreword.scheduler.config import SchedulerConfig
-from foreword.scheduler.request import Request, SamplingParams, StoppingParams
+from foreword.scheduler.request import AcceptanceRule, Request, SamplingParams, StoppingParams
 from foreword.scheduler.scheduler import Scheduler
 from foreword.scheduler.step import DraftState, FinishReason, Int32Array
 
 VOCAB = 49152
 NUM_ROWS = 8
+CONFIG = DeviceConfig(num_blocks=128, num_threads=1, max_num_sequences=NUM_ROWS, max_model_len=256)
 
 
 class ScriptedDrafter:
     """Proposes, for every row, what a script says of its request: the true continuation, or anything else."""
 
     name = "scripted"
+    names = ("scripted",)
     max_confidence = 1
 
     def __init__(self, scripts: dict[int, list[int]], wrong_by: int = 0, num_drafts: int = 16) -> None:
@@ -37,7 +39,7 @@ class ScriptedDrafter:
         self.keys: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
 
-    def admit(self, row: int, request: Request) -> None:
+    def admit(self, row: int, request: Request, output_token_ids: Int32Array) -> None:
         self.keys[row] = request.request_key
         self.lengths[row] = 0
 
@@ -79,8 +81,7 @@ class Output:
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    config = DeviceConfig(num_blocks=128, num_threads=1, max_num_sequences=NUM_ROWS, max_model_len=256)
-    return load_runner(config, open_checkpoint(default_model_path()))
+    return load_runner(CONFIG, open_checkpoint(default_model_path()))
 
 
 def speculator(drafter: object, num_drafts: int = 16) -> Speculator:
@@ -93,8 +94,14 @@ def speculator(drafter: object, num_drafts: int = 16) -> Speculator:
     )
 
 
+def drafting(name: str, num_drafts: int) -> Speculator | None:
+    """A speculator of this kind, without a controller: it drafts at every step."""
+    config = replace(CONFIG, speculation=name, max_draft_tokens=num_drafts)
+    return open_speculator(config, VOCAB)
+
+
 def ngram(num_drafts: int) -> Speculator | None:
-    return speculator(NgramDrafter(NUM_ROWS, 256, num_drafts, VOCAB), num_drafts) if num_drafts else None
+    return drafting("ngram", num_drafts) if num_drafts else None
 
 
 def generate(
@@ -155,21 +162,37 @@ def scripts(outputs: dict[int, Output]) -> dict[int, list[int]]:
     return {key: request(key).prompt_token_ids.tolist() + output.tokens for key, output in outputs.items()}
 
 
-@pytest.mark.parametrize("num_drafts", range(1, 6))
+DRAFTERS = [("ngram", 1), ("suffix", 1), ("suffix", 2), ("hybrid", 3), ("suffix", 4), ("ngram", 5), ("hybrid", 5)]
+
+
+@pytest.mark.parametrize(("name", "num_drafts"), DRAFTERS)
 def test_tokens_are_the_same_for_every_draft_length(
-    runner: ModelRunner, plain: dict[int, Output], num_drafts: int
+    runner: ModelRunner, plain: dict[int, Output], name: str, num_drafts: int
 ) -> None:
     """Greedy and seeded, with logprobs, bit by bit; alone, among others, and preempted again and again."""
     requests = [request(key) for key in range(8)]
-    together = generate(runner, requests, ngram(num_drafts))
-    squeezed = generate(runner, requests, ngram(num_drafts), num_blocks=7, budget=40)
+    speculation = drafting(name, num_drafts)
+    together = generate(runner, requests, speculation)
+    squeezed = generate(runner, requests, drafting(name, num_drafts), num_blocks=7, budget=40)
     assert sum(output.num_drafted for output in together.values()) > 8
     assert sum(output.num_accepted for output in together.values()) > 4
     assert sum(output.num_preemptions for output in squeezed.values()) > 0
     for key in range(8):
         assert together[key].text == squeezed[key].text == plain[key].text
-    for key in (2, 5):
-        assert generate(runner, [request(key)], ngram(num_drafts))[key].text == plain[key].text
+    for key in (2, 5):  # what the drafter has learned from all of them included
+        assert generate(runner, [request(key)], speculation)[key].text == plain[key].text
+
+
+def test_an_answer_given_before_is_drafted_from_memory(runner: ModelRunner, plain: dict[int, Output]) -> None:
+    """Unless it belongs to others."""
+    speculation = drafting("suffix", 5)
+    num_steps = []
+    for salt in ("a", "a", "b"):
+        output = generate(runner, [request(3, cache_salt=salt)], speculation)[3]
+        assert output.text == plain[3].text
+        num_steps.append(output.num_steps)
+    assert num_steps[1] < num_steps[0]
+    assert num_steps[2] == num_steps[0]
 
 
 @pytest.mark.parametrize(("key", "num_drafts"), [(2, 0), (5, 3)], ids=["greedy", "random with drafts"])
@@ -189,6 +212,25 @@ def test_an_output_is_the_same_for_every_count_of_outputs(runner: ModelRunner, k
         assert {each: output.text for each, output in squeezed.items()} == expected
         num_preemptions += sum(output.num_preemptions for output in squeezed.values())
     assert key == 2 or num_preemptions > 0
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
+def test_rejection_keeps_greedy_tokens_and_repeats_random_ones_with_the_same_drafts(
+    runner: ModelRunner, plain: dict[int, Output], rule: AcceptanceRule
+) -> None:
+    """Alone, among others and preempted; the random words are those of the request."""
+    requests = [replace(request(key), acceptance=rule) for key in range(8)]
+    drafter = ScriptedDrafter(scripts(plain), num_drafts=3)
+    together = generate(runner, requests, speculator(drafter))
+    squeezed = generate(runner, requests[:5], speculator(drafter), num_blocks=8)
+    for key in (0, 2, 4, 6):
+        assert together[key].text == plain[key].text
+    random = (1, 3, 5, 7)
+    assert any(together[key].tokens != plain[key].tokens for key in random)
+    assert 0 < sum(together[key].num_accepted for key in random) < sum(together[key].num_drafted for key in random)
+    for key in (1, 2):
+        assert generate(runner, [requests[key]], speculator(drafter))[key].text == together[key].text
+    assert [squeezed[key].text for key in (0, 2, 4)] == [plain[key].text for key in (0, 2, 4)]
 
 
 PROCESSORS: list[dict[str, object]] = [

@@ -241,7 +241,7 @@ async def test_more_starts_than_fit_on_their_way_to_admission(harness: Harness) 
 
 
 async def test_large_news_are_split_over_messages(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bidi_stream, "MAX_MESSAGE_TOKENS", 10)
+    monkeypatch.setattr(bidi_stream, "MAX_COLLECTED_TOKENS", 10)
     call, sequences = await open_generations(harness, "a", "b", "c", "d")
     arrival = list(sequences)
     harness.engine.step(dict.fromkeys(sequences.values(), "x" * 6))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,13 +14,14 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from foreword.scheduler.step import FinishReason
+from foreword.scheduler.step import DraftState, FinishReason, StepForecast
 from foreword.service.config import ServerConfig
+from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.engine_responses import generation_message
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.step_feed import MAX_UNREAD_STEPS
 from foreword.service.server import ENGINE_SERVICE, Server
-from foreword.v1 import engine_pb2, engine_service_pb2
+from foreword.v1 import engine_pb2, engine_service_pb2, speculation_pb2
 from foreword.v1.engine_service_pb2 import (
     DrainServerRequest,
     GetLoadRequest,
@@ -60,6 +62,22 @@ class TestWatchSteps:
         assert [step.step_id for step in (await watch.read()).steps] == [2]
         harness.engine.step({sequence: "c"}, FinishReason.LENGTH)
         await call
+        watch.cancel()
+
+    async def test_how_drafts_fared_is_told(self, harness: Harness, stub: EngineServiceStub) -> None:
+        watch = stub.WatchSteps(WatchStepsRequest())
+        await watch.initial_metadata()
+        header = StepHeader(1, 0, 2_000_000, 0, 1_500_000, 3, 9, LOAD, draft_state=DraftState.NO_GAIN)
+        header = replace(header, drafted=(3, 2), accepted=(2,), emitted=(3, 2, 1), forecast=StepForecast(7000, 9000))
+        harness.engine.step_listener(header)
+        [step] = (await watch.read()).steps
+        places = [
+            (place.draft_token_count, place.accepted_draft_token_count, place.output_token_count)
+            for place in step.draft_places
+        ]
+        assert places == [(3, 2, 3), (2, 0, 2), (0, 0, 1)]
+        assert (step.predicted_verify_duration_micros, step.undrafted_duration_micros) == (7, 9)
+        assert step.speculation_off_reason == speculation_pb2.SPECULATION_OFF_REASON_NO_GAIN
         watch.cancel()
 
     async def test_steps_are_collected(self, harness: Harness, stub: EngineServiceStub) -> None:

@@ -287,6 +287,8 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 0.0)}}, "sampling.logit_bias"),
     ({"output": {"top_logprob_count": 21}}, "output.top_logprob_count"),
     ({"output": {"prefill_progress": True}}, "output.prefill_progress"),
+    ({"output": {"coalesce_token_count": 2}}, "output.coalesce_token_count"),
+    ({"output": {"coalesce_duration": Duration(nanos=1)}}, "output.coalesce_duration"),
     ({"constraint": {}}, "constraint"),
     ({"constraint": {"regex": "a" * 16_385}}, "constraint.regex"),
     ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
@@ -310,7 +312,7 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"drafter": "oracle"}}, "speculation.drafter"),
     ({"speculation": {"drafter": "ngram"}}, "speculation.drafter"),
     ({"speculation": {"drafter": ""}}, "speculation.drafter"),
-    ({"speculation": {"acceptance": 2}}, "speculation.acceptance"),
+    ({"speculation": {"acceptance": -1}}, "speculation.acceptance"),
     ({"speculation": {"acceptance": 77}}, "speculation.acceptance"),
 ]
 
@@ -941,7 +943,7 @@ def compilation(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when a constraint is being compiled, which never ends."""
     begun = asyncio.Event()
 
-    async def compile_constraint(_: object, constraint: Constraint) -> str:
+    async def compile_constraint(_: object, constraint: Constraint, tenant: str) -> str:
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.scheduler.errors import ConfigError, QueueFull
-from foreword.scheduler.step import FinishReason
+from foreword.scheduler.step import FinishReason, StepForecast
 from foreword.service.config import ServerConfig
+from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.metrics import Distribution
 from foreword.service.metrics_server import MetricsServer
 from foreword.v1.generation_service_pb2 import BidiGenerateTextRequest, CancelCommand
@@ -124,6 +126,16 @@ async def test_steps_add_up(harness: Harness) -> None:
         "engine_ready": 1,
     }
     assert {name: samples[f"foreword_{name}",] for name in gauges} == gauges
+
+
+async def test_what_drafts_gain_is_the_ratio_of_two_sums(harness: Harness) -> None:
+    plain = StepHeader(1, 0, 5_000_000, 0, 4_000_000, 1, 1, LOAD, forecast=StepForecast(3_000_000))
+    checked = replace(plain, draft_duration_ns=1_000_000, forecast=StepForecast(5_000_000, 15_000_000))
+    for header in (plain, checked, checked):
+        harness.engine.step_listener(header)
+    samples = await scrape(harness)
+    for kind, seconds in {"actual": 0.010, "predicted": 0.012, "undrafted": 0.030}.items():
+        assert samples["foreword_draft_step_seconds_total", kind] == pytest.approx(seconds)
 
 
 async def test_what_fails_is_counted_by_its_status(harness: Harness) -> None:

@@ -43,6 +43,7 @@ GOOD: dict[str, list[Any]] = {
     "sampling.repetition_penalty": [1e-45, 1.0, 10.0],
     "sampling.seed": [-(2**63), -1, 0, 2**63 - 1],
     "stopping.max_output_token_count": [1, INT_MAX],
+    "output.coalesce_token_count": [1, 2, INT_MAX],
     "priority": [-100, 0, 100],
 }
 BAD: dict[str, list[Any]] = {
@@ -57,6 +58,7 @@ BAD: dict[str, list[Any]] = {
     "sampling.output_count": [0, -1, INT_MAX, INT_MIN],
     "stopping.max_output_token_count": [0, -1, INT_MIN],
     "stopping.min_output_token_count": [-1, INT_MIN],
+    "output.coalesce_token_count": [0, -1, INT_MIN],
     "output.top_logprob_count": [-1, 21, INT_MAX, INT_MIN],
     "priority": [-101, 101, INT_MAX, INT_MIN],
 }

@@ -40,6 +40,7 @@ def refusal(compiler: ConstraintCompiler, kind: str, source: str) -> str:
         ("json_schema", '{"type": "string", "format": "colour"}', "Unknown format: colour"),
         ("json_schema", '{"type": "string", "pattern": "(?=a)"}', "look-around"),
         ("json_schema", '{"$ref": "http://localhost/schema.json"}', "does not fetch"),
+        ("json_schema", '{"$ref": "#"}', "without an end"),
         ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "Unsatisfiable schema"),
         ("regex", "(a", "unclosed group"),
         ("regex", r"(a)\1", "backreferences are not supported"),

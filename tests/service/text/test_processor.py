@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from foreword.gpu.checkpoint.checkpoint import ChatTemplate, Checkpoint
-from foreword.scheduler.errors import CheckpointError, InvalidField
+from foreword.scheduler.errors import CheckpointError, InvalidField, QueueFull
 from foreword.service.text.chat_template import ChatMessage
 from foreword.service.text.constraint import Constraint
 from foreword.service.text.processor import TextProcessor
@@ -131,13 +131,35 @@ async def test_a_known_constraint_does_not_wait_for_others(default_checkpoint: C
     known, other = Constraint("regex", "[a-z]{3}"), Constraint("regex", "[0-9]{3}")
     grammar = await processor.compile_constraint(known)
     is_over = threading.Event()
-    blocked = asyncio.get_running_loop().run_in_executor(processor._constraint_executor, is_over.wait)
+    blocked = asyncio.wrap_future(processor._constraint_executor.submit("", is_over.wait))
     waiting = asyncio.create_task(processor.compile_constraint(other))
     assert await asyncio.wait_for(processor.compile_constraint(known), 30) == grammar
     assert not waiting.done()
     is_over.set()
     await blocked
     assert await waiting != grammar
+    processor.close()
+
+
+async def test_a_tenant_that_floods_the_compiler_waits_for_itself(default_checkpoint: Checkpoint) -> None:
+    processor = TextProcessor(default_checkpoint, num_threads=1)
+    is_over = threading.Event()
+    blocked = asyncio.wrap_future(processor._constraint_executor.submit("flood", is_over.wait))
+    finished: list[str] = []
+
+    async def compile_for(tenant: str, count: int) -> None:
+        await processor.compile_constraint(Constraint("regex", f"[a-z]{{{count}}}"), tenant)
+        finished.append(tenant)
+
+    flood = [asyncio.create_task(compile_for("flood", count)) for count in range(1, 65)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await processor.compile_constraint(Constraint("regex", "[0-9]"), "flood")
+    gold = asyncio.create_task(compile_for("gold", 100))
+    await asyncio.sleep(0)
+    is_over.set()
+    await asyncio.gather(blocked, gold, *flood)
+    assert finished.index("gold") <= 1
     processor.close()
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreword.gpu.backends.numpy_backend import gumbel_noise, philox
+from foreword.gpu.backends.noise import gumbel_noise, philox
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,3 @@
+#define LANES 4
+#define ATTENTION attention_plain
+#include "cpu_attention_kernel.h"
