@@ -43,6 +43,7 @@ cdef class Planner:
     cdef int num_passed
     cdef bint is_overtaking_over
     cdef int draft_budget  # drafts that it may have
+    cdef int64_t num_blocks_for_prompts  # free ones that drafts leave to them
     cdef int num_drafts_planned
     cdef int num_drafts_dropped
     cdef int num_preempted
@@ -54,6 +55,7 @@ cdef class Planner:
 
     cdef void find_prefills(self) noexcept nogil
     cdef int64_t num_prompt_tokens(self) noexcept nogil
+    cdef int64_t count_blocks_for_prompts(self) noexcept nogil
     cdef int num_tokens_left(self) noexcept nogil
     cdef int num_reserved(self) noexcept nogil
     cdef int preempt_for_waiting(self) except -1 nogil

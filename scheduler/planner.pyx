@@ -58,6 +58,7 @@ cdef class Planner:
         self.draft_budget = <int>max(
             0, self.num_tokens_left() - self.rows.num_running - self.num_prompt_tokens()
         )
+        self.num_blocks_for_prompts = self.count_blocks_for_prompts()
         self.schedule_decodes()
         self.schedule_prompts()
         self.rows.compact()
@@ -85,6 +86,13 @@ cdef class Planner:
             if is_ready(s):
                 num_tokens += s.prefill_end - s.num_computed
         return num_tokens
+
+    cdef int64_t count_blocks_for_prompts(self) noexcept nogil:
+        """Blocks that prompts could take next, if the budget allowed it: of waiting ones as many as they can be at most."""
+        cdef int64_t num_blocks = self.num_reserved()
+        if self.rows.num_free:
+            num_blocks += self.waiting.num_tokens() // self.block_size + self.waiting.size
+        return num_blocks
 
     cdef int num_tokens_left(self) noexcept nogil:
         """Of the step's budget."""
@@ -165,9 +173,9 @@ cdef class Planner:
         return 0
 
     cdef int num_draft_slots(self, Sequence* s, int num_running) noexcept nogil:
-        """Slots behind its next token that it holds or that no running sequence can need in this step."""
+        """Slots behind its next token that it holds or that neither running sequences nor prompts can need."""
         cdef int num_blocks = s.num_blocks + (s.num_computed == s.num_blocks * self.block_size)
-        num_blocks += max(0, self.pool.num_free - num_running)
+        num_blocks += <int>max(0, self.pool.num_free - num_running - self.num_blocks_for_prompts)
         return num_blocks * self.block_size - s.num_computed - 1
 
     cdef int schedule_prompts(self) except -1 nogil:
@@ -220,6 +228,7 @@ cdef class Planner:
             if self.step.num_sequences == 0 and self.num_open == 0 and above == INT32_MIN:
                 # All rows are paused: they keep nobody from running.
                 self.preempt_paused(s)
+                num_reserved = self.num_reserved()
                 num_free = self.pool.num_free
             else:
                 num_free = self.pool.num_free - num_reserved - self.rows.num_running

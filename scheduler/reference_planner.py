@@ -38,6 +38,7 @@ class ReferencePlanner:
         self.num_budget = 0
         self.num_preempted = 0
         self.draft_budget = 0
+        self.num_blocks_for_prompts = 0
         self.num_drafts_planned = 0
         self.num_drafts_dropped = 0
 
@@ -54,10 +55,16 @@ class ReferencePlanner:
         return self._plan()
 
     def _set_draft_budget(self, prefills: list[ReferenceSequence]) -> None:
-        """Drafts get what neither running sequences nor prompts that could be computed in this step can use."""
+        """Drafts get what neither running sequences nor prompts that could be computed in this step can use.
+
+        Waiting prompts may take a block more each than their tokens fill.
+        """
         num_tokens = sum(s.prefill_end - s.num_computed for s in prefills if s.can_be_planned)
+        self.num_blocks_for_prompts = self._num_reserved(self._running())
         if self.free_rows:
-            num_tokens += sum(len(s.tokens) for s in self.waiting.members)
+            num_waiting_tokens = sum(len(s.tokens) for s in self.waiting.members)
+            num_tokens += num_waiting_tokens
+            self.num_blocks_for_prompts += num_waiting_tokens // self.config.block_size + len(self.waiting.members)
         self.draft_budget = max(0, self.num_budget - len(self._running()) - num_tokens)
         self.num_drafts_planned = self.num_drafts_dropped = 0
 
@@ -120,7 +127,7 @@ class ReferencePlanner:
         """Whether it finds a row and blocks for all its tokens without these, and without what others need."""
         others = [other for other in self._running() if other not in victims]
         held = {block for other in others for block in other.blocks}
-        num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in others if p.is_prefill)
+        num_reserved = self._num_reserved(others)
         num_free = self.config.num_blocks - len(held) - num_reserved - len(others)
         num_taken = self._num_blocks_for(len(s.tokens)) - sum(block in held for block in self._hits(s))
         return len(others) < self.config.max_num_sequences and num_taken <= num_free
@@ -131,7 +138,7 @@ class ReferencePlanner:
             if not s.can_be_planned or not (self._num_in_reach(s) or self._make_room(s)):
                 continue
             num_blocks = max(len(s.blocks), self._num_blocks_for(s.num_computed + 1))
-            num_blocks += max(0, self.blocks.num_free - num_running)
+            num_blocks += max(0, self.blocks.num_free - num_running - self.num_blocks_for_prompts)
             num_slots = num_blocks * self.config.block_size - s.num_computed - 1
             num_proposed = len(s.drafts)
             s.drafts = s.drafts[: min(self.draft_budget - self.num_drafts_planned, num_slots)]
@@ -162,8 +169,7 @@ class ReferencePlanner:
                 num_free = self.blocks.num_free
             else:
                 running = self._running()
-                num_reserved = sum(self._num_blocks_for(p.prefill_end) - len(p.blocks) for p in running if p.is_prefill)
-                num_free = self.blocks.num_free - num_reserved - len(running)
+                num_free = self.blocks.num_free - self._num_reserved(running) - len(running)
             if self.open and not self.planned and (not self.free_rows or self._num_taken(s) > num_free):
                 self.is_starved = True
             if any(p.num_overtaken == MAX_OVERTAKEN for p in self.passed) or len(self.passed) == MAX_OVERTAKEN:
@@ -309,6 +315,10 @@ class ReferencePlanner:
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
+
+    def _num_reserved(self, sequences: list[ReferenceSequence]) -> int:
+        """Blocks that these lack for what they knew when they were admitted."""
+        return sum(self._num_blocks_for(s.prefill_end) - len(s.blocks) for s in sequences if s.is_prefill)
 
     def _num_in_reach(self, s: ReferenceSequence) -> int:
         """Tokens for which it has slots, or could get them without a preemption."""

@@ -199,6 +199,19 @@ def test_a_deadline_of_a_higher_priority_does_not_wait_for_running_prompts(
     assert admitted(step(scheduler, 2001)[0]) == [1]
 
 
+def test_a_paused_prompt_that_lost_its_row_is_promised_no_blocks(
+    new_scheduler: New, new_request: Make, step: Make
+) -> None:
+    scheduler = new_scheduler(num_blocks=16, block_size=4, max_num_sequences=3, max_num_batched_tokens=40)
+    scheduler.add(new_request(0, 60, 2), 0)
+    step(scheduler)
+    scheduler.pause(0)  # it holds 10 blocks and lacks 5
+    scheduler.add(new_request(1, 28, 2), 0)
+    scheduler.add(new_request(2, 16, 2), 0)
+    plan, _ = step(scheduler)
+    assert (admitted(plan), plan.num_preempted) == ([1, 2], 1)
+
+
 class Walk:
     """Random requests under pressure, each with blocks of its own, and what they hold by arithmetic alone.
 

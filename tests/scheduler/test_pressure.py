@@ -47,6 +47,27 @@ def test_drafts_leave_the_budget_to_unfinished_prompts(new_scheduler: New, new_r
     assert update.draft_state is DraftState.ACTIVE
 
 
+def test_drafts_leave_the_blocks_to_unfinished_prompts(new_scheduler: New, new_request: Make, step: Make) -> None:
+    scheduler = new_scheduler(num_blocks=16, block_size=2, max_num_sequences=2, max_num_batched_tokens=20)
+    scheduler.add(new_request(0, 1, 30), 0)
+    step(scheduler)
+    scheduler.add(new_request(1, 24, 2), 0)
+    assert np.diff(step(scheduler, drafts={0: list(range(8))})[0].query_offsets).tolist() == [1, 19]
+    plan, update = step(scheduler)  # 5 blocks are free: one for each sequence, 2 for the prompt, one for drafts
+    assert np.diff(plan.query_offsets).tolist() == [4, 5]
+    assert update.draft_state is DraftState.ACTIVE
+
+
+def test_drafts_leave_the_blocks_to_waiting_prompts(new_scheduler: New, new_request: Make, step: Make) -> None:
+    scheduler = new_scheduler(num_blocks=10, block_size=2, max_num_sequences=2, max_num_batched_tokens=40)
+    scheduler.add(new_request(0, 1, 15), 0)
+    step(scheduler, drafts={0: list(range(8))})
+    scheduler.add(new_request(1, 14, 2), 0)
+    plan, update = step(scheduler)
+    assert np.diff(plan.query_offsets).tolist() == [1, 14]
+    assert update.draft_state is DraftState.CACHE_PRESSURE
+
+
 def test_prompts_that_find_no_row_cost_no_drafts(new_scheduler: New, new_request: Make, step: Make) -> None:
     scheduler = new_scheduler(num_blocks=32, block_size=4, max_num_sequences=1, max_num_batched_tokens=8)
     scheduler.add(new_request(0, 1, 30), 0)
