@@ -16,7 +16,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of the steps that are measured; between and beyond them the cost is estimated."""
 REPEATS = 2
 BUDGET_NS = 400_000_000
-"""No step is begun after this time; on the default model and two cores all of them take about 350 ms."""
+"""No step is begun after this time."""
 
 
 def calibrate(runner: ModelRunner, budget_ns: int = BUDGET_NS) -> None:
