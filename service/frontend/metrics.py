@@ -128,7 +128,7 @@ class Metrics(Collector):
 
     def _count_drafts(self, generation: Generation) -> None:
         for (drafter, num_drafted, num_accepted), count in generation.counts.verifications.items():
-            name = generation.settings.drafters[drafter]
+            name = generation.settings.draft_sources[drafter]
             self._verifications[name] += count
             for position in range(num_drafted):
                 self._drafted[name, position] += count

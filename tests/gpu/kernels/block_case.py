@@ -41,6 +41,19 @@ class BlockCase:
         draft_ids[offsets[1:] - 1] = NO_TOKEN
         return cls(p, q if with_q else None, draft_ids, *stream(len(p)), offsets)
 
+    @classmethod
+    def saved(cls, count: int) -> BlockCase:
+        """Sequences of two drafts. The second is never accepted, but often saves the first, whose ratio is 0.6.
+
+        What follows then has the mass `max(0.6 p - q, 0)`: none at ids 1 to 8, where p is q and half as much again.
+        """
+        p, q = np.zeros((2, 3 * count, 16), np.float32)
+        p[0::3, :2], q[0::3, 0] = (0.6, 0.4), 1
+        p[1::3, 1:9], p[1::3, 9:], q[1::3, 1:9], q[1::3, 0] = 0.6 / 8, 0.4 / 7, 0.4 / 8, 0.6
+        p[2::3], q[2::3] = 1 / 16, 1 / 16
+        draft_ids = np.tile(np.array([0, 0, NO_TOKEN], np.int32), count)
+        return cls(p, q, draft_ids, *stream(len(p)), np.arange(0, 3 * count + 1, 3, dtype=np.int32))
+
     def run(self, order: int = 0, folder: Path = FOLDER, num_warps: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """Launch the kernels, or their copies in another folder: token ids and failures."""
         names = [WEIGH_BLOCKS.name, DRAW_BLOCKS.name]
@@ -66,6 +79,7 @@ def check(folder: Path, seed: int) -> None:
     Raises:
         AssertionError, simt.LaunchError: they are wrong.
     """
+    cases = [BlockCase.saved(40)]
     lengths = [0, 3, 1, 40, 5, 0, 6, 2, 33, 4, 4]
     for with_q in (True, False):
         for vocab_size, far, more in ((17, 0.7, 60), (131, 0.3, 0)):
@@ -79,5 +93,7 @@ def check(folder: Path, seed: int) -> None:
             case.draft_ids[without + 1] = vocab_size
             if case.q is not None:
                 case.q[impossible, case.draft_ids[impossible]] = 0
-            for got, want in zip(case.run(seed, folder), case.reference(), strict=True):
-                np.testing.assert_array_equal(got, want)
+            cases.append(case)
+    for case in cases:
+        for got, want in zip(case.run(seed, folder), case.reference(), strict=True):
+            np.testing.assert_array_equal(got, want)

@@ -225,6 +225,7 @@ BLOCK = (
     Defect("number of the row before", REJECTED, "i - first - 1)", "i - first)", (PLAIN,)),
     Defect("number of a row", REJECTED, "kBlockAcceptance, i", "kAcceptance, i", (PLAIN,)),
     Defect("all drafts weighed alike", REJECTED, "is_last ? joint : mass", "mass", (PLAIN,)),
+    Defect("residual of one draft", REJECTED, "(joint * row.p[id] - row", "(row.p[id] - row", (PLAIN,)),
     Defect("mass of one thread", REJECTED, "mass = block_reduce(mass, partial, Sum());", "", (PLAIN,)),
     Defect("row of the next sequence", REJECTED, "if (i >= offsets[blockIdx.y + 1]) return;", "", (ADDRESS,)),
     Defect("a failed row is passed", REJECTED, "|| !can_draw[i] ||", "||", (PLAIN,)),
