@@ -39,7 +39,7 @@ from foreword.gpu.kernels.table import (
 from foreword.scheduler.errors import ConfigError, DeviceError
 from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
 NO_SLOT = -1
@@ -78,6 +78,7 @@ class CudaBackend(Backend[torch.Tensor]):
         self._last_tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def _num_multiprocessors(self) -> int:
         if self._device.type == "cpu":
@@ -298,6 +299,10 @@ class CudaBackend(Backend[torch.Tensor]):
 
     def _on_device(self, values: Float32, dtype: torch.dtype) -> torch.Tensor:
         try:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+            weights = torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+            has_overflow = dtype == torch.float16 and not bool(torch.isfinite(weights).all())
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
+        if has_overflow:
+            raise ConfigError("dtype: float16 has no room for a weight of this model; use bfloat16 or float32")
+        return weights
