@@ -44,6 +44,7 @@ TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
 NO_SLOT = -1
 _STAGING_BYTES = 1 << 20
+_CHECKER_SHARED_BYTES = 228 * 1024  # as of compute capability 9.0
 
 
 class CudaBackend(Backend[torch.Tensor]):
@@ -71,7 +72,7 @@ class CudaBackend(Backend[torch.Tensor]):
         self._dtype = DTYPES[dtype]
         self._device = torch.device(device)
         self._launcher = KernelLauncher(driver, self._device)
-        self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
+        self._attention = CudaAttention(self._launcher, dtype, self._device, *self._multiprocessors())
         self._graphs = StepGraphs(driver, self._attention)
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampler = CudaSampler(self._launcher, dtype, self._device)
@@ -80,10 +81,12 @@ class CudaBackend(Backend[torch.Tensor]):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
-    def _num_multiprocessors(self) -> int:
+    def _multiprocessors(self) -> tuple[int, int]:
+        """How many there are, and bytes of shared memory of each."""
         if self._device.type == "cpu":
-            return 1
-        return torch.cuda.get_device_properties(self._device).multi_processor_count
+            return 1, _CHECKER_SHARED_BYTES
+        properties = torch.cuda.get_device_properties(self._device)
+        return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
 
     def is_row_independent(self, layers: Iterable[tuple[int, int]], max_rows: int) -> bool:
         """Try whether products of these layers `(out_features, in_features)` are row-independent here."""

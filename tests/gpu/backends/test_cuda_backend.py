@@ -159,6 +159,25 @@ def test_float16_is_nearer_to_float32_than_bfloat16(
     assert brain_error < 0.05 * exact.abs().max()
 
 
+def test_a_device_with_little_shared_memory_computes_the_same_in_narrow_tiles(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    checker: CheckerDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compute capability 8.6 and 8.9 have 100 KiB a multiprocessor; wide tiles of heads of 128 need more."""
+    logits = []
+    for kibibytes in (228, 100):
+        monkeypatch.setattr(cuda_backend, "_CHECKER_SHARED_BYTES", kibibytes << 10)
+        backend = CudaBackend("bfloat16", checker, device="cpu")
+        runner = new_runner("bfloat16", backend, head_dim=128)
+        batch = backend.upload(plan_writer().plan([(0, range(40), 40)]), runner.cache)
+        logits.append(runner.decoder.logits(batch, runner.cache))
+        (work,) = batch.work.values()
+        assert bool(len(work.wide)) == (kibibytes == 228)
+    assert torch.equal(*(rows[:40] for rows in logits))
+
+
 class RecordingDriver(CheckerDriver):
     """Counts recordings, how often they are run, and launches outside of them."""
 
