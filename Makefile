@@ -12,7 +12,7 @@ PROTOS := $(shell find proto -name '*.proto')
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-quality bench-cpu bench-peers gpu-check simulate sanitize wheel-smoke clean
+.PHONY: help setup build run demo test check fix kernels test-kernels-full proto bench-serving bench-scheduler bench-sampling bench-speculation bench-guided bench-quality bench-cpu bench-peers gpu-check simulate sanitize wheel-smoke clean
 
 help: ## Print the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -61,6 +61,9 @@ bench-sampling: $(VENV)/.built ## What drawing a token costs by what the request
 
 bench-speculation: $(VENV)/.built ## What speculation gains on prompts of six kinds at 1, 4 and 16 streams, as JSON lines.
 	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+
+bench-guided: $(VENV)/.built ## What constrained outputs cost at 1, 8 and 32 streams, as JSON lines.
+	@$(BIN)/python benchmarks/guided.py $(ARGS)
 
 bench-cpu: $(VENV)/.built ## What a step of the CPU device takes at 1 to 32 streams and for a prompt, by kernel, as JSON lines.
 	@$(BIN)/python benchmarks/cpu_step.py $(ARGS)

@@ -27,6 +27,7 @@ from server_process import cpu_seconds, descendants, rss_mb, server
 from foreword.v1 import (
     cache_pb2,
     chat_pb2,
+    constraint_pb2,
     generation_pb2,
     generation_service_pb2,
     generation_service_pb2_grpc,
@@ -58,14 +59,20 @@ class Stream:
     num_tokens: int
 
 
-async def run_stream(stub: generation_service_pb2_grpc.GenerationServiceStub, topic: str, num_tokens: int) -> Stream:
-    """Stream one answer."""
+async def run_stream(
+    stub: generation_service_pb2_grpc.GenerationServiceStub,
+    topic: str,
+    num_tokens: int,
+    constraint: constraint_pb2.Constraint | None = None,
+) -> Stream:
+    """Stream one answer, whose form may be constrained to one that does not end before."""
     message = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=f"Explain {topic} in detail.")
     spec = generation_pb2.GenerationSpec(
         chat=chat_pb2.ChatInput(messages=[message]),
         sampling=sampling_pb2.SamplingConfig(temperature=0.0),
         stopping=stopping_pb2.StoppingConfig(max_output_token_count=num_tokens, ignore_eos=True),
         cache=cache_pb2.CacheConfig(bypass_prefix_cache=True),  # rounds repeat prompts
+        constraint=constraint,
     )
     sent = time.monotonic()
     first = last = 0.0
@@ -87,12 +94,14 @@ async def run_stream(stub: generation_service_pb2_grpc.GenerationServiceStub, to
     return Stream(sent, first, last, gaps, received)
 
 
-async def run_round(address: str, num_streams: int, num_tokens: int) -> list[Stream]:
+async def run_round(
+    address: str, num_streams: int, num_tokens: int, constraint: constraint_pb2.Constraint | None = None
+) -> list[Stream]:
     """Run the streams at once."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
         topics = (TOPICS[index % len(TOPICS)] for index in range(num_streams))
-        return list(await asyncio.gather(*(run_stream(stub, topic, num_tokens) for topic in topics)))
+        return list(await asyncio.gather(*(run_stream(stub, topic, num_tokens, constraint) for topic in topics)))
 
 
 def measure(address: str, pid: int, num_streams: int, num_tokens: int) -> dict[str, float]:

@@ -163,10 +163,8 @@ class ModelRunner:
         start_ns = max(step.start_ns, self._end_ns)
         model_end_ns = draft_end_ns = time.perf_counter_ns()
         if self.speculator is not None:
-            drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, model_end_ns - start_ns)
-            if guided_rows:
-                drafts, forced_rows = guided_rows.amend(plan, drafts)
-                self.speculator.disown(forced_rows)
+            duration_ns = model_end_ns - start_ns
+            drafts = self.speculator.follow(plan, tokens.offsets, tokens.token_ids, duration_ns, guided_rows)
             draft_state, forecast = self.speculator.state, self.speculator.forecast
             draft_end_ns = time.perf_counter_ns()
         self._end_ns = model_end_ns

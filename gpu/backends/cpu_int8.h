@@ -30,6 +30,7 @@ enum {
     QUAD = 4,   /* inputs that one integer instruction multiplies and adds */
     PAIR = 2,   /* panels computed together */
     BLOCK_ROWS = 6,
+    CACHE_LINE = 64,
 };
 
 typedef struct {
@@ -234,6 +235,20 @@ CPU_CLONES static int pack_int8_panel(const float *weight, int64_t out_features,
  *
  * A tile is `rows` rows times `wide` panels: sums[row][wide * PANEL]. x is the first row's first group. */
 
+INLINE void prefetch(const void *array, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += CACHE_LINE) __builtin_prefetch((const char *)array + i, 0, 2);
+}
+
+/* Fetch a group of `wide` panels into the second level of the cache. Tiles do so for the panels after their own, since
+ * the processor's own prefetching stops at every page, and not at all while further rows go over panels in the cache.
+ * After the last panel it fetches what nobody asked for, which is harmless wherever that lies. */
+INLINE void prefetch_group(const uint8_t *panels, int64_t stride, int64_t groups, int64_t g, int wide, int bits) {
+    for (int p = 0; p < wide; p++) {
+        prefetch(panels + p * stride + g * code_bytes(bits), code_bytes(bits));
+        prefetch(scales_of(panels + p * stride, groups, bits) + g, sizeof(panel_scales));
+    }
+}
+
 #if HAVE_X86
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
@@ -244,6 +259,7 @@ VNNI INLINE void tile_vnni(const uint8_t *panels, int64_t stride, int64_t groups
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < wide; p++) sum[r][p] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
+        prefetch_group(panels + wide * stride, stride, groups, g, wide, bits);
         __m512i dot[BLOCK_ROWS][PAIR];
         for (int r = 0; r < rows; r++)
             for (int p = 0; p < wide; p++) dot[r][p] = _mm512_setzero_si512();
@@ -348,7 +364,8 @@ AVX2 INLINE void tile_avx2(const uint8_t *panels, int64_t stride, int64_t groups
                            int wide, int bits, float sums[][PAIR * PANEL]) {
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < wide * PANEL; i++) sums[r][i] = 0.0f;
-    for (int64_t g = 0; g < groups; g++)
+    for (int64_t g = 0; g < groups; g++) {
+        prefetch_group(panels + wide * stride, stride, groups, g, wide, bits);
         for (int p = 0; p < wide; p++) {
             const uint8_t *codes = panels + p * stride + g * code_bytes(bits);
             const panel_scales *scales = scales_of(panels + p * stride, groups, bits) + g;
@@ -380,6 +397,7 @@ AVX2 INLINE void tile_avx2(const uint8_t *panels, int64_t stride, int64_t groups
                 }
             }
         }
+    }
 }
 #endif
 

@@ -226,7 +226,7 @@ INLINE void apply_penalties(float *x, const sampling_batch *batch, int64_t i) {
 
 /* x = -inf where a bit of the mask is clear. */
 INLINE void apply_mask(float *x, int64_t vocab, const uint32_t *mask) {
-    const ints bits = {1, 2, 4, 8, 16, 32, 64, 128};
+    const ints bits = ((ints){0} + 1) << LANE_IDS; /* LANES divides 32, so a vector never straddles two words */
     for (int64_t i = 0; i < vocab; i += LANES) {
         ints allowed = ((ints){0} + (int32_t)(mask[i / 32] >> i % 32) & bits) != 0;
         store(x, i, choose(allowed, load(x, i, 0), splat(-INFINITY)), 0);

@@ -8,6 +8,7 @@ drafts, and after a preemption.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from foreword.gpu.backends.acceptance import AcceptedTokens
 from foreword.gpu.backends.sampling import SamplingBatch, TokenMasks
 from foreword.gpu.guided.grammar import GrammarCompiler
 from foreword.scheduler.request import Request
-from foreword.scheduler.step import Drafts, FinishReason, Int32Array, StepPlan
+from foreword.scheduler.step import BoolArray, FinishReason, Int32Array, StepPlan
 
 MAX_RESTARTS = 16
 
@@ -39,7 +40,6 @@ class Guide:
         self._compiler = compiler
         self._grammar = request.grammar
         self._token_ids = token_ids
-        self._max_draft_tokens = request.max_draft_tokens
         self._num_restarts = 0
         self.is_alone = False
         self.matcher = compiler.matcher(request.grammar)
@@ -79,17 +79,17 @@ class Guide:
         return count
 
     def forced_ids(self) -> list[int]:
-        """The tokens that come next where the grammar leaves one text only, as many as may be drafts.
+        """The tokens that come next where the grammar leaves one text only.
 
         They are the tokenizer's own way to write that text; the model may choose another.
         """
-        if self.is_alone or not self._max_draft_tokens:
+        if self.is_alone:
             return []
         token_ids: list[int] = self.matcher.compute_ff_tokens()
         if self.matcher.is_error():
             self.restart()
             return []
-        return token_ids[: self._max_draft_tokens]
+        return token_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,27 +179,36 @@ class GuidedRows:
                     break
         return tokens.first(counts), reasons
 
-    def amend(self, plan: StepPlan, drafts: Drafts | None) -> tuple[Drafts | None, Int32Array]:
-        """Make drafts agree with the grammars.
+    def amend(
+        self, rows: Int32Array, limits: Int32Array, offsets: Int32Array, token_ids: Int32Array
+    ) -> tuple[Int32Array, Int32Array, BoolArray]:
+        """Make proposals agree with the grammars.
 
-        Those of a sequence end before the first that its grammar does not allow. Where there are none, and the grammar
-        leaves one text only, the tokens of that text become drafts.
+        Those of a row end before the first token that its grammar does not allow. Where there are none, and the grammar
+        leaves one text only, the tokens of that text are proposed.
+
+        Args:
+            rows: `[B]` whose last tokens have been followed.
+            limits: `[B]` how many tokens may be proposed.
+            offsets: `[B + 1]` proposals of row b are `offsets[b]:offsets[b + 1]`.
+            token_ids: `[D]` proposals.
 
         Returns:
-            the drafts, `None` for none at all, and the rows whose drafts come from their grammar.
+            the offsets and proposals now, and `[B]` whether a row's come from its grammar.
         """
-        lists: dict[int, list[int]] = {}
-        forced = []
-        for part in self._parts:
-            row = int(plan.rows[part.index])
-            if row not in self._guides:  # it has ended
+        is_forced = np.zeros(len(rows), np.bool_)
+        parts = [token_ids[start:end] for start, end in itertools.pairwise(offsets.tolist())]
+        for b, (row, limit) in enumerate(zip(rows.tolist(), limits.tolist(), strict=True)):
+            guide = self._guides.get(row)
+            if guide is None or not limit:
                 continue
-            proposed = _drafts_of(drafts, part.index).tolist()
-            lists[part.index] = proposed[: part.guide.num_allowed(proposed)] if proposed else []
-            if not lists[part.index] and (token_ids := part.guide.forced_ids()):
-                lists[part.index] = token_ids
-                forced.append(row)
-        return _replaced(drafts, lists, plan.num_sequences), np.array(forced, np.int32)
+            if len(parts[b]):
+                parts[b] = parts[b][: guide.num_allowed(parts[b].tolist())]
+            if not len(parts[b]):
+                parts[b] = np.array(guide.forced_ids()[:limit], np.int32)
+                is_forced[b] = len(parts[b]) > 0
+        ends = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+        return ends, np.concatenate(parts) if parts else token_ids, is_forced
 
     def _parts_of(self, plan: StepPlan) -> list[_Part]:
         offsets = plan.logits_offsets.tolist()
@@ -265,19 +274,3 @@ class GuidedRows:
             return FinishReason.NONE  # the logits' fault
         may_end = not part.guide.is_stuck and part.guide.matcher.is_accepting()
         return FinishReason.CONSTRAINT_COMPLETE if may_end else FinishReason.CONSTRAINT_STUCK
-
-
-def _drafts_of(drafts: Drafts | None, b: int) -> Int32Array:
-    return np.zeros(0, np.int32) if drafts is None else drafts.token_ids[drafts.offsets[b] : drafts.offsets[b + 1]]
-
-
-def _replaced(drafts: Drafts | None, lists: dict[int, list[int]], num_sequences: int) -> Drafts | None:
-    """The drafts of all sequences, with those of some given anew; `None` for none at all."""
-    if not lists:
-        return drafts
-    parts = [np.array(lists[b], np.int32) if b in lists else _drafts_of(drafts, b) for b in range(num_sequences)]
-    counts = [len(part) for part in parts]
-    if not any(counts):
-        return None
-    drafters = drafts.drafters if drafts else None
-    return Drafts(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), np.concatenate(parts), drafters)

@@ -14,6 +14,8 @@ MIN_GAIN = 1.03
 """Drafting starts when it is expected to be this much faster, and goes on while it is faster at all."""
 PROBE_INTERVAL = 100
 """One in so many steps that could draft does the opposite of what seems best, to learn what that costs now."""
+MIN_LOAD, REST_AFTER, REST_INTERVAL = 4, 32, 4
+"""With so many rows, after so many steps without gain, drafts are looked for at one step in so many only."""
 
 _ROW_MEMORY = 8
 _SERVER_MEMORY = 128
@@ -119,6 +121,12 @@ class DraftController:
         self._typical = np.linspace(*_FIRST_ACCEPTANCE, max_confidence + 1)
         self._acceptance = np.tile(self._typical, (max_num_sequences, 1))
         self._num_alike = 0
+        self._num_idle = 0
+
+    def looks(self, num_rows: int) -> bool:
+        """Whether to look for drafts of so many rows; those that nobody looks for cost no time."""
+        self._num_idle += 1
+        return num_rows < MIN_LOAD or self._num_idle <= REST_AFTER or self._num_idle % REST_INTERVAL == 0
 
     def admit(self, row: int) -> None:
         """Forget what is known about a row."""
@@ -159,6 +167,8 @@ class DraftController:
         state = DraftState.ACTIVE if pays else DraftState.NO_GAIN
         self._num_alike = self._num_alike + 1 if state is self.state else 1
         self.state = state
+        if state is DraftState.ACTIVE:
+            self._num_idle = 0
         if self._num_alike == PROBE_INTERVAL:
             self._num_alike = 0
             pays = not pays

@@ -30,7 +30,8 @@ def open_speculator(config: DeviceConfig, vocab_size: int, draft_model: Drafter 
     drafter = draft_model or _open_drafter(config, vocab_size)
     controller = None
     if config.speculation == "auto":
-        controller = DraftController(config.max_num_sequences, config.max_num_batched_tokens, drafter.max_confidence)
+        max_confidence = drafter.max_confidence + 1  # that of grammars
+        controller = DraftController(config.max_num_sequences, config.max_num_batched_tokens, max_confidence)
     return Speculator(
         drafter,
         controller,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import structlog
 
+from foreword.gpu.guided.guide import GuidedRows
 from foreword.gpu.speculative.controller import DraftController, IntArray
 from foreword.gpu.speculative.drafter import Drafter, PlanDrafter, Proposals
 from foreword.scheduler.request import Request
@@ -15,6 +16,9 @@ _log = structlog.get_logger(__name__)
 
 class Speculator:
     """Follows the steps of a model runner and proposes drafts for the rows that decode next.
+
+    Where a grammar leaves one text only, its tokens stand in for a drafter that has nothing to propose there; they have
+    a place behind the drafters' names, and a confidence above the drafter's.
 
     A drafter that raises an exception, or proposes what is no token, is not used any more.
 
@@ -39,7 +43,8 @@ class Speculator:
 
         Args:
             drafter: proposes.
-            controller: decides how many of the proposals are checked; without one it is all of them.
+            controller: decides how many of the proposals are checked; without one it is all of them. Knows the
+                confidence of grammars.
             max_num_sequences: rows.
             max_draft_tokens: bound of the drafts of a row.
             vocab_size: token ids are below it.
@@ -47,6 +52,7 @@ class Speculator:
         self.drafter_name = drafter.name
         self.drafter_names = drafter.names
         self._drafter: Drafter | None = drafter
+        self._plan_drafter = drafter if isinstance(drafter, PlanDrafter) else None
         self._controller = controller
         self.cost = None if controller is None else controller.cost
         self.forecast = StepForecast()
@@ -59,7 +65,12 @@ class Speculator:
         self.state = DraftState.ACTIVE if controller is None else controller.state
 
     def follow(
-        self, plan: StepPlan, token_offsets: Int32Array, token_ids: Int32Array, model_duration_ns: int
+        self,
+        plan: StepPlan,
+        token_offsets: Int32Array,
+        token_ids: Int32Array,
+        model_duration_ns: int,
+        guided_rows: GuidedRows | None = None,
     ) -> Drafts | None:
         """Learn what a step computed and propose for the next; `None` for nothing.
 
@@ -68,21 +79,18 @@ class Speculator:
             token_offsets: of the step's result.
             token_ids: of the step's result.
             model_duration_ns: of the step's result.
+            guided_rows: have followed the step's tokens; None where no request has a grammar.
         """
         self.forecast = StepForecast()
         if self._drafter is None:
             return None
         try:
-            return self._follow(self._drafter, plan, token_offsets, token_ids, model_duration_ns)
+            return self._follow(self._drafter, plan, token_offsets, token_ids, model_duration_ns, guided_rows)
         except Exception:
             _log.error("drafter failed; going on without drafts", drafter=self._drafter.name, exc_info=True)
             self._drafter = None
             self.state = DraftState.DRAFTER_FAILED
             return None
-
-    def disown(self, rows: Int32Array) -> None:
-        """Take the news that others' drafts are checked in some rows, which say nothing about the drafter."""
-        self._confidences[rows] = 0
 
     def _follow(
         self,
@@ -91,12 +99,13 @@ class Speculator:
         token_offsets: Int32Array,
         token_ids: Int32Array,
         model_duration_ns: int,
+        guided_rows: GuidedRows | None,
     ) -> Drafts | None:
         for a, (row, request) in enumerate(plan.admitted):
             output = slice(plan.output_offsets[a], plan.output_offsets[a + 1])
             self._admit(drafter, row, request, plan.output_token_ids[output])
-        if isinstance(drafter, PlanDrafter):
-            drafter.see(plan)
+        if self._plan_drafter:
+            self._plan_drafter.see(plan)
         num_drafted = np.maximum(np.diff(plan.logits_offsets) - 1, 0)
         starts, ends = plan.query_offsets[:-1], plan.query_offsets[1:] - num_drafted
         drafter.observe(plan.rows, plan.positions[starts], plan.token_ids, starts, ends)
@@ -111,11 +120,16 @@ class Speculator:
             first_ids = token_ids[token_offsets[:-1][decoding]]
             self._learn(self._controller, plan.rows[decoding], num_drafted[decoding], num_new[decoding] - 1, first_ids)
         rows = plan.rows[decoding]
+        if self._controller and not self._controller.looks(len(rows)):
+            self._confidences[rows] = 0
+            return None
         num_left = self._ends[rows] - num_known[decoding] - num_new[decoding]
         limits = np.clip(num_left - 1, 0, self._row_limits[rows]).astype(np.int32)
         proposals = drafter.propose(rows, limits)
         if ((proposals.token_ids < 0) | (proposals.token_ids >= self._vocab_size)).any():
             raise ValueError("a draft is outside the vocabulary")
+        if guided_rows:
+            proposals = self._amend(drafter, guided_rows, rows, limits, proposals)
         proposed = np.diff(proposals.offsets)
         self._confidences[rows] = proposals.confidences
         self._first_drafts[rows[proposed > 0]] = proposals.token_ids[proposals.offsets[:-1][proposed > 0]]
@@ -133,6 +147,17 @@ class Speculator:
         self._confidences[row] = 0
         if self._controller:
             self._controller.admit(row)
+
+    def _amend(
+        self, drafter: Drafter, guided_rows: GuidedRows, rows: Int32Array, limits: Int32Array, proposals: Proposals
+    ) -> Proposals:
+        """The proposals that agree with the rows' grammars, and the grammars' own."""
+        offsets, token_ids, is_forced = guided_rows.amend(rows, limits, proposals.offsets, proposals.token_ids)
+        confidences = np.where(is_forced, drafter.max_confidence + 1, proposals.confidences)
+        confidences[np.diff(offsets) == 0] = 0
+        drafters = np.zeros(len(rows), np.int32) if proposals.drafters is None else proposals.drafters
+        drafters = np.where(is_forced, np.int32(len(self.drafter_names)), drafters)
+        return Proposals(offsets, token_ids, confidences.astype(np.int32), drafters)
 
     def _learn(
         self,

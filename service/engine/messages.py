@@ -60,7 +60,7 @@ class EngineInfo:
         num_blocks: blocks of the KV cache.
         load_duration_s: from start of the process to ready.
         drafter: name of the drafter; empty when speculation is off.
-        drafters: names of those that it chooses among, or its own; `SEQUENCE_UPDATE` refers to them by index.
+        drafters: names of those that it chooses among, or its own.
         max_draft_tokens: drafts of a sequence that a step checks at most.
     """
 
@@ -84,6 +84,11 @@ class EngineInfo:
     def available_drafters(self) -> tuple[str, ...]:
         """Names that a request may give."""
         return tuple(dict.fromkeys((self.drafter, *self.drafters))) if self.drafter else ()
+
+    @property
+    def draft_sources(self) -> tuple[str, ...]:
+        """Names of all that drafts come from; `SEQUENCE_UPDATE` refers to them by index."""
+        return (*self.drafters, "grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ class DraftCounts:
     """Drafts of one drafter that a step checked.
 
     Attributes:
-        drafter: index in `EngineInfo.drafters`.
+        drafter: index in `EngineInfo.draft_sources`.
         num_drafted: draft tokens checked.
         num_accepted: of those, accepted and kept.
     """

@@ -69,7 +69,7 @@ def step_message(header: StepHeader, info: EngineInfo) -> engine_pb2.Step:
         load=load_message(header.load),
         drafts=[
             engine_pb2.DraftCounts(
-                drafter=info.drafters[counts.drafter],
+                drafter=info.draft_sources[counts.drafter],
                 draft_token_count=counts.num_drafted,
                 accepted_draft_token_count=counts.num_accepted,
             )

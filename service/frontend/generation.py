@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +20,10 @@ from foreword.scheduler.errors import (
     InvalidField,
 )
 from foreword.scheduler.request import Request, StoppingParams
-from foreword.scheduler.step import FinishReason, StepKind, TokenScores
+from foreword.scheduler.step import FinishReason, TokenScores
 from foreword.service.engine.client import EngineClient
 from foreword.service.engine.messages import StepHeader
+from foreword.service.frontend.counts import Counts
 from foreword.service.frontend.model import ServedModel
 from foreword.service.frontend.output import Delta, Finish, Output, Record
 from foreword.service.frontend.prefill_progress import PrefillProgress, Progress
@@ -49,22 +49,6 @@ DEADLINE_GRACE_S = 1.0
 _STOPS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
-@dataclass(slots=True)
-class Counts:
-    """Tokens and steps of a generation up to now, over all of its outputs; those of the prompt are counted once."""
-
-    num_prompt: int = 0
-    num_prompt_computed: int = 0
-    num_cached: int = 0
-    num_output: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_steps: int = 0
-    num_prefill_chunks: int = 0
-    num_preemptions: int = 0
-    num_recomputed: int = 0
-
-
 class Generation:
     """Turns the records of its outputs' sequences into deltas for one caller, and says when it is over.
 
@@ -78,7 +62,6 @@ class Generation:
         counts: tokens and steps.
         is_admitted: the scheduler took it.
         max_output_tokens: in effect; 0 until the prompt is tokenized.
-        verifications: how often so many drafts of a drafter (its index) were checked and so many accepted.
         outputs: by their index.
         error: why the generation failed; `None` while it has not.
     """
@@ -115,7 +98,6 @@ class Generation:
         self.counts = Counts()
         self.is_admitted = False
         self.max_output_tokens = 0
-        self.verifications: Counter[tuple[int, int, int]] = Counter()
         self.error: ForewordError | None = None
         self._model = model
         self._engine = engine
@@ -128,7 +110,6 @@ class Generation:
             self._max_part_tokens = max_part_tokens(settings, longest, max_packed_bytes(max_response_bytes))
         self._rpc_deadline_ns = rpc_deadline_ns
         self._request_key = engine.new_request_key(settings.num_outputs)
-        self._last_step_id = self._last_prefill_step_id = 0
         self._cancel_requested = False
         self._compilation: asyncio.Task[str] | None = None
         self._prompt: PromptEcho | None = None
@@ -423,7 +404,7 @@ class Generation:
 
     def _count(self, output: Output, header: StepHeader, record: Record) -> None:
         """Add what a record brings to what the last one of its output said."""
-        timeline, counts, last = self.timeline, self.counts, output.record
+        timeline, counts = self.timeline, self.counts
         if timeline.schedule_ns is None and record.first_scheduled_ns:
             timeline.schedule_ns = record.first_scheduled_ns
         if timeline.sample_ns is None and record.num_tokens:
@@ -435,18 +416,7 @@ class Generation:
                 Progress(record.num_prompt_computed, counts.num_cached, header.end_ns)
             ):
                 self._notify(self)
-        counts.num_drafted += record.num_drafted
-        counts.num_accepted += record.num_accepted
-        if record.step_kind != StepKind.NONE and header.step_id != self._last_step_id:
-            self._last_step_id = header.step_id
-            counts.num_steps += 1
-        if record.num_prefill_chunks > last.num_prefill_chunks and header.step_id != self._last_prefill_step_id:
-            self._last_prefill_step_id = header.step_id
-            counts.num_prefill_chunks += 1
-        counts.num_preemptions += record.num_preemptions - last.num_preemptions
-        counts.num_recomputed += record.num_recomputed - last.num_recomputed
-        if record.num_drafted:
-            self.verifications[record.drafter, record.num_drafted, record.num_accepted] += 1
+        counts.add(header, record, output.record)
 
     def _count_output(self) -> None:
         self.counts.num_output = sum(output.num_tokens for output in self.outputs)

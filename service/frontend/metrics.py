@@ -127,8 +127,8 @@ class Metrics(Collector):
             self._totals["prefix cache hit tokens"] += counts.num_cached
 
     def _count_drafts(self, generation: Generation) -> None:
-        for (drafter, num_drafted, num_accepted), count in generation.verifications.items():
-            name = generation.settings.drafters[drafter]
+        for (drafter, num_drafted, num_accepted), count in generation.counts.verifications.items():
+            name = generation.settings.draft_sources[drafter]
             self._verifications[name] += count
             for position in range(num_drafted):
                 self._drafted[name, position] += count

@@ -168,7 +168,7 @@ def read_settings(
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         cache_salt=spec.cache.cache_salt,
         drafter=(spec.speculation.drafter or info.drafter) if max_draft_tokens else "",
-        drafters=info.drafters,
+        draft_sources=info.draft_sources,
         max_draft_tokens=max_draft_tokens,
         acceptance=_read_acceptance(spec.speculation.acceptance),
         constraint=_read_constraint(spec.constraint) if spec.HasField("constraint") else None,

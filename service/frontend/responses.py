@@ -232,7 +232,7 @@ class GenerationConverter:
             ranks=tokens.ranks,
             top_logprobs=self._top_logprobs(tokens),
             token_bytes=self._token_bytes(tokens.token_ids),
-            step_timings=[_step_timing(step, timeline, self._settings.drafters) for step in delta.steps],
+            step_timings=[_step_timing(step, timeline, self._settings.draft_sources) for step in delta.steps],
         )
 
     def _output_finished(self, output: Output) -> generation_pb2.OutputFinished:
@@ -288,7 +288,7 @@ class GenerationConverter:
             preemption_count=counts.num_preemptions,
             recomputed_token_count=counts.num_recomputed,
             step_count=counts.num_steps,
-            acceptance_histogram=_acceptance_histogram(self._generation.verifications),
+            acceptance_histogram=_acceptance_histogram(self._generation.counts.verifications),
             device=self._device,
         )
 
@@ -359,7 +359,7 @@ def _acceptance_histogram(verifications: Counter[tuple[int, int, int]]) -> list[
     return histogram
 
 
-def _step_timing(step: StepShare, timeline: Timeline, drafters: Sequence[str]) -> timing_pb2.StepTiming:
+def _step_timing(step: StepShare, timeline: Timeline, draft_sources: Sequence[str]) -> timing_pb2.StepTiming:
     header = step.header
     return timing_pb2.StepTiming(
         step_id=header.step_id,
@@ -376,7 +376,7 @@ def _step_timing(step: StepShare, timeline: Timeline, drafters: Sequence[str]) -
         accepted_draft_token_count=step.num_accepted,
         hold_duration_micros=step.hold_ns // 1000,
         coalesce_duration_micros=(step.emit_ns - step.release_ns) // 1000,
-        drafter=drafters[step.drafter] if step.num_drafted else "",
+        drafter=draft_sources[step.drafter] if step.num_drafted else "",
     )
 
 

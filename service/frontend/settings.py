@@ -63,7 +63,7 @@ class GenerationSettings:
         bypass_prefix_cache: neither read nor feed the prefix cache.
         cache_salt: share cached prefixes only with generations of the same salt.
         drafter: in use; empty for none.
-        drafters: names that records of sequences refer to by index.
+        draft_sources: names that records of sequences refer to by index.
         max_draft_tokens: drafts that a step may check; 0 for none.
         acceptance: how drafts are accepted.
         constraint: form of the output; `None` for any.
@@ -95,7 +95,7 @@ class GenerationSettings:
     bypass_prefix_cache: bool
     cache_salt: str
     drafter: str
-    drafters: tuple[str, ...]
+    draft_sources: tuple[str, ...]
     max_draft_tokens: int
     acceptance: AcceptanceRule
     constraint: Constraint | None

@@ -80,6 +80,18 @@ def test_end_tokens_before_the_minimum_are_ordinary(
     assert update.sequences["finish_reason"][0] == (FinishReason.EOS if num_kept <= 5 else FinishReason.NONE)
 
 
+@pytest.mark.parametrize("kind", ["eos_token_ids", "stop_token_ids"])
+def test_an_end_token_may_have_the_id_0(
+    new_scheduler: Callable, new_request: Callable, step: Callable, kind: str
+) -> None:
+    scheduler = new_scheduler(num_blocks=16, block_size=4, max_model_len=40)
+    scheduler.add(new_request(0, 3, 20, **{kind: (0,)}), 0)
+    step(scheduler, drafts={0: [OTHER, 0]})
+    update = step(scheduler, tokens={0: [OTHER, 0, OTHER]})[1]
+    reason = FinishReason.EOS if kind == "eos_token_ids" else FinishReason.STOP_TOKEN
+    assert (update.token_ids.tolist(), update.sequences["finish_reason"].tolist()) == ([OTHER, 0], [reason])
+
+
 def test_an_end_token_at_the_limit_is_an_end_token(
     new_scheduler: Callable, new_request: Callable, step: Callable, result_of: Callable
 ) -> None:

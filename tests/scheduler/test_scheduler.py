@@ -258,6 +258,16 @@ def test_drafts_never_exceed_what_a_sequence_may_still_produce(
     assert is_idle(scheduler)
 
 
+def test_a_single_row_is_free_again_after_an_output_of_one_token(
+    new_scheduler: New, new_request: Make, step: Make
+) -> None:
+    scheduler = new_scheduler(num_blocks=16, max_num_sequences=1)
+    for key in range(3):
+        scheduler.add(new_request(key, 3, 1), 0)
+    assert [ends(step(scheduler)[1]) for _ in range(3)] == [{key: FinishReason.LENGTH} for key in range(3)]
+    assert is_idle(scheduler)
+
+
 def test_drafts_give_way_to_the_budget_and_to_other_sequences(
     new_scheduler: New, new_request: Make, step: Make
 ) -> None:

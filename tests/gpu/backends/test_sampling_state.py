@@ -31,6 +31,26 @@ def test_state_fills_rows_of_the_plan(plan_writer: Callable[..., Any], new_reque
     assert batch.want_logprob.tolist() == [False, False, False, True]
 
 
+def test_parameters_stay_with_their_rows_where_others_have_drafts(
+    plan_writer: Callable[..., Any], new_request: Callable[..., Request]
+) -> None:
+    """Each row has its own kind of processor; the drafts of the ones before must not shift it."""
+    state, writer = SamplingState(8, 70), plan_writer()
+    state.admit(0, new_request([1], temperature=0.5), NOTHING)
+    state.admit(1, new_request([1], banned_token_ids=(3,), seed=7), NOTHING)
+    state.admit(2, new_request([1], logit_bias=((3, 1.0),), top_k=5), NOTHING)
+    state.admit(3, new_request([1], presence_penalty=1.0, min_output_tokens=2, eos_token_ids=(0,)), NOTHING)
+    batch = state.select(writer.plan([(0, [1, 8, 9], 3), (1, [1], 1), (2, [1, 6], 2), (3, [1, 4, 5], 3)]))
+    assert batch.temperature.tolist() == [0.5] * 3 + [1.0] * 6
+    assert (batch.masks.index >= 0).tolist() == [False] * 3 + [True] + [False] * 5
+    assert batch.seed.tolist() == [0] * 3 + [7] + [0] * 5
+    assert (batch.biases.index >= 0).tolist() == [False] * 4 + [True] * 2 + [False] * 3
+    assert batch.top_k.tolist() == [0] * 4 + [5] * 2 + [0] * 3
+    assert (batch.history.index >= 0).tolist() == [False] * 6 + [True] * 3
+    assert batch.num_masked.tolist() == [0] * 6 + [1, 1, 0]  # the end token 0, before outputs 0 and 1
+    assert batch.masked_ids[6:8, 0].tolist() == [0, 0]
+
+
 def test_end_tokens_are_masked_until_the_minimum_is_reached(
     plan_writer: Callable[..., Any], new_request: Callable[..., Request]
 ) -> None:

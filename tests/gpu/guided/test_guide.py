@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from foreword.gpu.backends.sampling_state import SamplingState
 from foreword.gpu.guided.grammar import GrammarCompiler
 from foreword.gpu.guided.guide import GuidedRows
 from foreword.scheduler.request import Request, SamplingParams, StoppingParams
-from foreword.scheduler.step import Drafts, FinishReason, StepPlan
+from foreword.scheduler.step import FinishReason, StepPlan
 from tests.gpu.guided.conftest import EOS, TURN, VOCAB_SIZE, encode
 
 AB = 131
@@ -172,15 +171,15 @@ def test_a_sequence_that_resumes_stands_behind_its_output(rows: Rows) -> None:
     assert allowed(params, 0) == {ord("u")}
 
 
-def amended(rows: Rows, plan: StepPlan, *drafts: list[int]) -> tuple[list[list[int]], list[int]]:
+def amended(rows: Rows, plan: StepPlan, *drafts: list[int], limit: int = 8) -> tuple[list[list[int]], list[int]]:
     """Drafts of the plan's sequences after the grammars have seen them, and the rows that were given some."""
     offsets = np.cumsum([0, *map(len, drafts)]).astype(np.int32)
-    proposed = Drafts(offsets, np.array([token_id for each in drafts for token_id in each], np.int32))
-    result, forced_rows = rows.guided.amend(plan, proposed if any(drafts) else None)
-    if result is None:
-        return [[]] * plan.num_sequences, forced_rows.tolist()
-    ends = result.offsets.tolist()
-    return [result.token_ids[i:j].tolist() for i, j in itertools.pairwise(ends)], forced_rows.tolist()
+    proposed = np.array([token_id for each in drafts for token_id in each], np.int32)
+    limits = np.full(plan.num_sequences, limit, np.int32)
+    offsets, token_ids, is_forced = rows.guided.amend(plan.rows, limits, offsets, proposed)
+    assert offsets.dtype == token_ids.dtype == np.int32
+    assert offsets[-1] == len(token_ids)
+    return [token_ids[i:j].tolist() for i, j in itertools.pairwise(offsets)], plan.rows[is_forced].tolist()
 
 
 @pytest.mark.parametrize(
@@ -202,14 +201,10 @@ def test_drafts_stop_before_an_end_token(rows: Rows) -> None:
     assert amended(rows, plan, [EOS]) == ([[]], [])
 
 
-def drafting(grammar: str, max_draft_tokens: int) -> Request:
-    return dataclasses.replace(request(grammar), max_draft_tokens=max_draft_tokens)
-
-
 def test_where_one_text_is_left_its_tokens_become_drafts(rows: Rows) -> None:
     plan, params = rows.step(
         {0: [1], 1: [1], 2: [1], 3: [1]},
-        [(0, drafting(JSON, 8)), (1, request("")), (2, drafting("start: /xy+z/", 8)), (3, drafting(STAR, 8))],
+        [(0, request(JSON)), (1, request("")), (2, request("start: /xy+z/")), (3, request(STAR))],
     )
     rows.draw(plan, params, [ord("{"), 5, ord("x"), 97])
     assert amended(rows, plan, [], [7], [], []) == ([[], [7], [ord("y")], []], [2])
@@ -221,18 +216,18 @@ def test_where_one_text_is_left_its_tokens_become_drafts(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize(("limit", "count"), [(0, 0), (1, 1), (3, 3), (16, 9)])
-def test_forced_drafts_keep_to_the_requests_bound(rows: Rows, limit: int, count: int) -> None:
-    plan, params = rows.step({0: [1]}, [(0, drafting("start: /a(bcdefghij|kk)/", limit))])
+def test_forced_drafts_keep_to_the_rows_bound(rows: Rows, limit: int, count: int) -> None:
+    plan, params = rows.step({0: [1]}, [(0, request("start: /a(bcdefghij|kk)/"))])
     rows.draw(plan, params, [97])
     plan, params = rows.step({0: [97]})
     rows.draw(plan, params, [98])
-    drafts, forced_rows = amended(rows, plan, [])
+    drafts, forced_rows = amended(rows, plan, [], limit=limit)
     assert drafts == [encode("cdefghij")[:count]]
     assert forced_rows == ([0] if count else [])
 
 
 def test_what_has_ended_gets_no_drafts(rows: Rows) -> None:
-    plan, params = rows.step({0: [1], 1: [1]}, [(0, drafting("start: /a/", 8)), (1, drafting("start: /ab/", 8))])
+    plan, params = rows.step({0: [1], 1: [1]}, [(0, request("start: /a/")), (1, request("start: /ab/"))])
     rows.draw(plan, params, [97, 0], failed=[1])
     assert amended(rows, plan, [], []) == ([[], []], [])
 

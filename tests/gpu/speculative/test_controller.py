@@ -5,7 +5,15 @@ from itertools import product
 import numpy as np
 import pytest
 
-from foreword.gpu.speculative.controller import PROBE_INTERVAL, DraftController, StepCost, choose_lengths
+from foreword.gpu.speculative.controller import (
+    MIN_LOAD,
+    PROBE_INTERVAL,
+    REST_AFTER,
+    REST_INTERVAL,
+    DraftController,
+    StepCost,
+    choose_lengths,
+)
 from foreword.scheduler.step import DraftState, StepForecast
 
 
@@ -150,6 +158,21 @@ def test_probes_are_rare() -> None:
     assert sum(n > 0 for n in drafted) == 3
     assert max(drafted) == 1
     assert controller.state is DraftState.NO_GAIN
+
+
+def test_without_gain_drafts_of_many_rows_are_looked_for_rarely() -> None:
+    controller = taught(new_controller(slope=100.0), confidence=2, acceptance=0.05)
+    assert all(controller.looks(MIN_LOAD) for _ in range(REST_AFTER))
+    assert sum(controller.looks(MIN_LOAD) for _ in range(10 * REST_INTERVAL)) == 10
+    assert all(controller.looks(MIN_LOAD - 1) for _ in range(10))
+
+
+def test_a_gain_ends_the_rest() -> None:
+    controller = taught(new_controller(slope=1.0), confidence=5, acceptance=0.95)
+    for _ in range(2 * REST_AFTER):
+        controller.looks(MIN_LOAD)
+    assert controller.choose(int32(0), int32(5), int32(6), False).sum()
+    assert all(controller.looks(MIN_LOAD) for _ in range(REST_AFTER))
 
 
 def test_nothing_to_check_leaves_the_state_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -34,7 +35,11 @@ def descriptors() -> dict[str, str]:
 
 def children() -> list[str]:
     """Processes that this one started and that still exist, zombies included."""
-    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    pids = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            pids += (task / "children").read_text().split()
+    return pids
 
 
 class EngineThread:

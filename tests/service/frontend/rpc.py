@@ -8,8 +8,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from foreword.v1 import generation_pb2
+from foreword.scheduler.step import FinishReason
+from foreword.v1 import generation_pb2, timing_pb2
 from foreword.v1.generation_service_pb2 import GenerateTextRequest, StreamGenerateTextRequest
+
+from .conftest import Harness
 
 
 def spec(**fields: Any) -> generation_pb2.GenerationSpec:
@@ -72,3 +75,24 @@ async def failure_of(call: Any) -> Failure:
     found = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     assert found.code == caught.value.code().value[0]
     return Failure(caught.value.code(), found, trailers)
+
+
+async def complete(harness: Harness, call: Any, *steps: str, finish: FinishReason = FinishReason.LENGTH) -> Any:
+    """Let the engine answer with these steps; return the response of a unary call."""
+    [sequence] = await harness.engine.arrival()
+    for gained in steps[:-1]:
+        harness.engine.step({sequence: gained})
+    harness.engine.step({sequence: steps[-1]}, finish)
+    return await call
+
+
+def check_identity(timing: timing_pb2.GenerationTiming) -> None:
+    """The time to the first token is the sum of its parts."""
+    parts = (
+        timing.tokenize_duration_micros
+        + timing.constraint_compile_duration_micros
+        + timing.queue_duration_micros
+        + timing.prefill_duration_micros
+        + timing.delivery_duration_micros
+    )
+    assert timing.first_token_duration_micros == parts > 0

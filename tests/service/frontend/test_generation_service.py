@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from typing import Any
 
 import grpc
@@ -23,28 +22,17 @@ from foreword.scheduler.request import SamplingParams
 from foreword.scheduler.step import FinishReason
 from foreword.service.config import ServerConfig
 from foreword.service.tenants import cache_scope
-from foreword.service.text.constraint import Constraint
 from foreword.service.text.processor import TextProcessor
-from foreword.v1 import chat_pb2, generation_pb2, sampling_pb2, stopping_pb2, timing_pb2, tokens_pb2
+from foreword.v1 import chat_pb2, sampling_pb2, stopping_pb2, timing_pb2, tokens_pb2
 from foreword.v1.generation_service_pb2 import (
     CANCEL_OUTCOME_ALREADY_FINISHED,
     CANCEL_OUTCOME_CANCELLED,
     CancelGenerationRequest,
-    GenerateTextRequest,
 )
 from foreword.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from .conftest import EOS, Harness
-from .rpc import failure_of, read_events, streamed, text_of, unary
-
-
-async def complete(harness: Harness, call: Any, *steps: str, finish: FinishReason = FinishReason.LENGTH) -> Any:
-    """Let the engine answer with these steps; return the response of a unary call."""
-    [sequence] = await harness.engine.arrival()
-    for gained in steps[:-1]:
-        harness.engine.step({sequence: gained})
-    harness.engine.step({sequence: steps[-1]}, finish)
-    return await call
+from .conftest import Harness
+from .rpc import complete, failure_of, read_events, streamed, text_of, unary
 
 
 async def test_stream_tells_start_deltas_and_finish(harness: Harness) -> None:
@@ -229,232 +217,6 @@ async def test_seeds_are_kept_or_picked(harness: Harness) -> None:
     }
     assert len(picked) == 3
     assert [request.sampling.seed for request in harness.engine.submitted[:3]] == [0, -5, 2**63 - 1]
-
-
-TOO_LONG = "x" * 1025
-BAD_SPECS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": ""}, "prompt"),
-    ({"prompt_token_ids": {}}, "prompt_token_ids.ids"),
-    ({"prompt_token_ids": {"ids": [1, 2, 300]}}, "prompt_token_ids.ids[2]"),
-    ({"prompt_token_ids": {"ids": [-1]}}, "prompt_token_ids.ids[0]"),
-    ({"chat": {}}, "chat.messages"),
-    ({"chat": {"messages": [{"role": "ROLE_USER"}, {"content": "x"}]}}, "chat.messages[1].role"),
-    ({"chat": {"messages": [{"role": 99, "content": "x"}]}}, "chat.messages[0].role"),
-    ({"request_id": ""}, "request_id"),
-    ({"request_id": "x" * 65}, "request_id"),
-    ({"request_id": "sn\u00f6"}, "request_id"),
-    ({"request_id": "a\nb"}, "request_id"),
-    ({"sampling": {"temperature": math.nan}}, "sampling.temperature"),
-    ({"sampling": {"temperature": math.inf}}, "sampling.temperature"),
-    ({"sampling": {"temperature": -0.1}}, "sampling.temperature"),
-    ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
-    ({"sampling": {"top_p": 1.1}}, "sampling.top_p"),
-    ({"sampling": {"top_p": math.nan}}, "sampling.top_p"),
-    ({"sampling": {"top_k": -1}}, "sampling.top_k"),
-    ({"sampling": {"min_p": -math.inf}}, "sampling.min_p"),
-    ({"sampling": {"min_p": 2.0}}, "sampling.min_p"),
-    ({"stopping": {"max_output_token_count": 0}}, "stopping.max_output_token_count"),
-    ({"stopping": {"max_output_token_count": -1}}, "stopping.max_output_token_count"),
-    ({"stopping": {"min_output_token_count": -1}}, "stopping.min_output_token_count"),
-    ({"stopping": {"max_output_token_count": 2, "min_output_token_count": 3}}, "stopping.min_output_token_count"),
-    ({"stopping": {"stop_strings": ["ok", ""]}}, "stopping.stop_strings[1]"),
-    ({"stopping": {"stop_strings": [TOO_LONG]}}, "stopping.stop_strings[0]"),
-    ({"stopping": {"stop_strings": ["x"] * 1025}}, "stopping.stop_strings"),
-    ({"stopping": {"stop_strings": ["x" * 1024] * 17}}, "stopping.stop_strings"),
-    ({"chat": {"messages": [{"role": "ROLE_USER"}] * 4097}}, "chat.messages"),
-    ({"stopping": {"stop_token_ids": [300]}}, "stopping.stop_token_ids[0]"),
-    ({"stopping": {"stop_token_ids": [1] * 1025}}, "stopping.stop_token_ids"),
-    ({"stopping": {"max_generation_duration": Duration()}}, "stopping.max_generation_duration"),
-    ({"stopping": {"max_generation_duration": Duration(seconds=-1)}}, "stopping.max_generation_duration"),
-    ({"stopping": {"max_generation_duration": Duration(seconds=1, nanos=-1)}}, "stopping.max_generation_duration"),
-    ({"output": {"timing_level": 17}}, "output.timing_level"),
-    ({"priority": 101}, "priority"),
-    ({"priority": -101}, "priority"),
-    ({"sampling": {"output_count": 0}}, "sampling.output_count"),
-    ({"sampling": {"output_count": 17}}, "sampling.output_count"),
-    ({"sampling": {"output_count": -1}}, "sampling.output_count"),
-    ({"sampling": {"allowed_token_ids": [5, 300]}}, "sampling.allowed_token_ids[1]"),
-    ({"sampling": {"allowed_token_ids": [1] * 16_385}}, "sampling.allowed_token_ids"),
-    ({"sampling": {"banned_token_ids": [-1]}}, "sampling.banned_token_ids[0]"),
-    ({"sampling": {"banned_token_ids": [2**31 - 1]}}, "sampling.banned_token_ids[0]"),
-    ({"sampling": {"allowed_token_ids": [1, 2], "banned_token_ids": [2, 3, 1]}}, "sampling.banned_token_ids"),
-    ({"sampling": {"frequency_penalty": 2.5}}, "sampling.frequency_penalty"),
-    ({"sampling": {"logit_bias": {-1: 2.0}}}, "sampling.logit_bias"),
-    ({"sampling": {"logit_bias": {300: 2.0}}}, "sampling.logit_bias"),
-    ({"sampling": {"logit_bias": {2**31 - 1: 2.0}}}, "sampling.logit_bias"),
-    ({"sampling": {"logit_bias": {1: 2.0, 7: math.nan}}}, "sampling.logit_bias[7]"),
-    ({"sampling": {"logit_bias": {7: -100.5}}}, "sampling.logit_bias[7]"),
-    ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 0.0)}}, "sampling.logit_bias"),
-    ({"output": {"top_logprob_count": 21}}, "output.top_logprob_count"),
-    ({"output": {"prefill_progress": True}}, "output.prefill_progress"),
-    ({"output": {"coalesce_token_count": 2}}, "output.coalesce_token_count"),
-    ({"output": {"coalesce_duration": Duration(nanos=1)}}, "output.coalesce_duration"),
-    ({"constraint": {}}, "constraint"),
-    ({"constraint": {"regex": "a" * 16_385}}, "constraint.regex"),
-    ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
-    ({"constraint": {"json_schema": " " * 65_537}}, "constraint.json_schema"),
-    ({"constraint": {"grammar": ""}}, "constraint.grammar"),
-    ({"constraint": {"grammar": "#" * 65_537}}, "constraint.grammar"),
-    ({"constraint": {"choices": {}}}, "constraint.choices.choices"),
-    ({"constraint": {"choices": {"choices": ["a", ""]}}}, "constraint.choices.choices[1]"),
-    ({"constraint": {"choices": {"choices": ["a"] * 1025}}}, "constraint.choices.choices"),
-    ({"constraint": {"choices": {"choices": ["a" * 40_000, "b" * 40_000]}}}, "constraint.choices.choices"),
-    ({"constraint": {"regex": "(a"}}, "constraint.regex"),
-    ({"constraint": {"regex": r"[^\s\S]"}}, "constraint.regex"),
-    ({"constraint": {"json_schema": "{"}}, "constraint.json_schema"),
-    ({"constraint": {"json_schema": '{"not": {}}'}}, "constraint.json_schema"),
-    ({"constraint": {"grammar": 'root ::= root "a"'}}, "constraint.grammar"),
-    ({"cache": {"cache_salt": "é" * 64 + "x"}}, "cache.cache_salt"),
-    ({"speculation": {"draft_token_count": 17}}, "speculation.draft_token_count"),
-    ({"speculation": {"draft_token_count": -1}}, "speculation.draft_token_count"),
-    ({"speculation": {"draft_token_count": 2**31 - 1}}, "speculation.draft_token_count"),
-    ({"speculation": {"draft_token_count": 1, "disabled": True}}, "speculation.draft_token_count"),
-    ({"speculation": {"drafter": "oracle"}}, "speculation.drafter"),
-    ({"speculation": {"drafter": "ngram"}}, "speculation.drafter"),
-    ({"speculation": {"drafter": ""}}, "speculation.drafter"),
-    ({"speculation": {"acceptance": -1}}, "speculation.acceptance"),
-    ({"speculation": {"acceptance": 77}}, "speculation.acceptance"),
-]
-
-
-@pytest.mark.parametrize(("fields", "path"), BAD_SPECS, ids=[f"{path}-{n}" for n, (_, path) in enumerate(BAD_SPECS)])
-async def test_bad_fields_are_refused_by_name(harness: Harness, fields: dict[str, Any], path: str) -> None:
-    failure = await failure_of(harness.generation.GenerateText(unary(**fields)))
-    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert failure.fields == [path]
-    assert failure.message.startswith(path)
-    assert harness.engine.submitted == []
-
-
-async def test_too_many_messages_are_refused_before_any_is_looked_at(harness: Harness) -> None:
-    messages = [chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER), *[chat_pb2.ChatMessage()] * 4096]
-    messages[1].MergeFromString(bytes([0xF8, 0x07, 1]))  # field 127, varint
-    failure = await failure_of(harness.generation.GenerateText(unary(chat={"messages": messages})))
-    assert failure.fields == ["chat.messages"]
-    assert "4,096" in failure.message
-
-
-async def test_more_token_ids_than_the_context_are_refused_before_any_is_looked_at(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(prompt_token_ids={"ids": [-1] * 1001}))
-    failure = await failure_of(call)
-    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
-    metadata = failure.details["ErrorInfo"].metadata
-    assert dict(metadata) == {"prompt_token_count": "1001", "max_context_token_count": "1000"}
-
-
-async def test_minimum_above_the_maximum_in_effect(harness: Harness) -> None:
-    stopping = {"min_output_token_count": 996}
-    failure = await failure_of(harness.generation.GenerateText(unary(stopping=stopping)))
-    assert failure.fields == ["stopping.min_output_token_count"]
-    assert "995" in failure.message
-    stopping = {"min_output_token_count": 995}
-    assert (await complete(harness, harness.generation.GenerateText(unary(stopping=stopping)), "a")).outputs
-
-
-async def test_missing_inputs_are_refused(harness: Harness) -> None:
-    request = GenerateTextRequest(spec=generation_pb2.GenerationSpec(model="toy"))
-    assert (await failure_of(harness.generation.GenerateText(request))).fields == ["input"]
-    assert (await failure_of(harness.generation.GenerateText(GenerateTextRequest()))).fields == ["spec"]
-
-
-async def test_unknown_fields_are_refused(harness: Harness) -> None:
-    request = unary(chat=chat_pb2.ChatInput(messages=[{"role": "ROLE_USER", "content": "x"}]))
-    request.spec.chat.messages[0].MergeFromString(bytes([0xF8, 0x07, 1]))  # field 127, varint
-    failure = await failure_of(harness.generation.GenerateText(request))
-    assert failure.fields == ["chat.messages[0].<127>"]
-    request = unary()
-    request.MergeFromString(bytes([0xF8, 0x07, 1]))
-    assert (await failure_of(harness.generation.GenerateText(request))).fields == ["<127>"]
-
-
-async def test_unknown_model(harness: Harness) -> None:
-    failure = await failure_of(harness.generation.GenerateText(unary(model="gpt-17")))
-    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
-    assert "toy" in failure.message
-
-
-async def test_prompt_that_fills_the_context(harness: Harness) -> None:
-    failure = await failure_of(harness.generation.GenerateText(unary(prompt="x" * 1000)))
-    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
-    assert failure.details["ErrorInfo"].metadata["prompt_token_count"] == "1000"
-
-
-async def test_large_message_is_refused_and_the_server_goes_on(harness: Harness) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await harness.generation.GenerateText(unary(prompt="x" * (5 << 20)))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await harness.generation.StreamGenerateText(streamed(prompt="x" * (5 << 20))).read()
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert (await complete(harness, harness.generation.GenerateText(unary()), "a")).outputs
-
-
-async def test_garbage_is_a_malformed_request(harness: Harness) -> None:
-    call = harness.channel.unary_unary("/foreword.v1.GenerationService/GenerateText")(b"\xff\xff\xff")
-    failure = await failure_of(call)
-    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
-
-
-@pytest.mark.parametrize(("include_stop", "text"), [(False, "one "), (True, "one two")])
-async def test_stop_string_ends_the_generation(harness: Harness, include_stop: bool, text: str) -> None:
-    stopping = {"stop_strings": ["two"], "include_stop": include_stop}
-    call = harness.generation.GenerateText(unary(stopping=stopping))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: "one t"})
-    harness.engine.step({sequence: "wo three"})
-    response = await call
-    output = response.outputs[0]
-    assert (output.content.text, bytes(output.content.token_ids)) == (text, text.encode())
-    assert output.finished.finish_reason == stopping_pb2.FINISH_REASON_STOP_STRING
-    assert output.finished.stop_string == "two"
-    assert response.finished.usage.output_token_count == len(text)
-    assert harness.engine.forgotten == [sequence.request.request_key]
-
-
-async def test_text_that_may_become_a_stop_string_is_held(harness: Harness) -> None:
-    call = harness.generation.StreamGenerateText(streamed(stopping={"stop_strings": ["END"]}))
-    [sequence] = await harness.engine.arrival()
-    await call.read()
-    harness.engine.step({sequence: "a E"})
-    delta = (await call.read()).events[0].output_delta
-    assert (delta.text, bytes(delta.token_ids)) == ("a ", b"a ")
-    harness.engine.step({sequence: "x"}, FinishReason.LENGTH)
-    assert text_of(list((await call.read()).events)) == "Ex"
-    assert await call.read() is grpc.aio.EOF
-
-
-async def test_stop_string_before_eos_in_one_step_wins(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(stopping={"stop_strings": ["b"]}))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: [*b"abc", EOS]}, FinishReason.EOS)
-    output = (await call).outputs[0]
-    assert (output.content.text, output.finished.finish_reason) == ("a", stopping_pb2.FINISH_REASON_STOP_STRING)
-
-
-@pytest.mark.parametrize("include_stop", [False, True])
-async def test_eos_is_part_of_the_output_only_when_asked_for(harness: Harness, include_stop: bool) -> None:
-    call = harness.generation.GenerateText(unary(stopping={"include_stop": include_stop}))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: "ab"})
-    harness.engine.step({sequence: [EOS]}, FinishReason.EOS)
-    response = await call
-    output = response.outputs[0]
-    assert output.content.text == "ab"
-    assert list(output.content.token_ids) == [97, 98, *([EOS] if include_stop else [])]
-    assert (output.finished.finish_reason, output.finished.stop_token_id) == (stopping_pb2.FINISH_REASON_EOS, EOS)
-    assert response.finished.usage.output_token_count == 2 + include_stop
-
-
-async def test_stop_token_drawn_first_leaves_an_empty_output(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(stopping={"stop_token_ids": [120]}, output={"logprobs": True}))
-    [sequence] = await harness.engine.arrival()
-    assert sequence.request.stopping.stop_token_ids == (120,)
-    harness.engine.step({sequence: "x"}, FinishReason.STOP_TOKEN)
-    response = await call
-    assert response.outputs[0].finished.stop_token_id == 120
-    assert list(response.outputs[0].content.token_ids) == []
-    assert not response.finished.timing.HasField("first_token_duration_micros")
-    assert response.finished.usage.output_token_count == 0
 
 
 async def test_optional_arrays(harness: Harness) -> None:
@@ -726,75 +488,6 @@ async def test_unexpected_exceptions_are_redacted(
     assert failure.details["ErrorInfo"].metadata["request_id"] == "r1"
 
 
-def check_identity(timing: timing_pb2.GenerationTiming) -> None:
-    parts = (
-        timing.tokenize_duration_micros
-        + timing.constraint_compile_duration_micros
-        + timing.queue_duration_micros
-        + timing.prefill_duration_micros
-        + timing.delivery_duration_micros
-    )
-    assert timing.first_token_duration_micros == parts > 0
-
-
-async def test_first_token_duration_is_the_sum_of_its_parts(harness: Harness) -> None:
-    response = await complete(harness, harness.generation.GenerateText(unary()), "", "", "a", "b", "c")
-    timing = response.finished.timing
-    check_identity(timing)
-    assert timing.total_duration_micros >= timing.first_token_duration_micros + timing.decode_duration_micros
-    assert (timing.step_count, timing.device) == (5, "cpu")
-    assert timing.inter_token_latency.max_micros >= timing.inter_token_latency.p50_micros > 0
-
-    call = harness.generation.StreamGenerateText(streamed())
-    [sequence] = await harness.engine.arrival()
-    await call.read()
-    harness.engine.step({sequence: "a"})
-    await call.read()
-    harness.engine.step({sequence: "bcd"}, FinishReason.LENGTH)
-    events = await read_events(call)
-    timing = events[-1].finished.timing
-    check_identity(timing)
-    assert timing.total_duration_micros >= timing.first_token_duration_micros + timing.decode_duration_micros
-    latency = events[-2].output_finished.timing.inter_token_latency
-    assert (latency.p50_micros, latency.p99_micros) == (0, latency.max_micros)
-    trailers = dict(await call.trailing_metadata())
-    assert int(trailers["foreword-ttft-us"]) == events[-1].finished.timing.first_token_duration_micros
-
-
-async def test_timing_levels(harness: Harness) -> None:
-    none = await complete(harness, harness.generation.GenerateText(unary(output={"timing_level": 1})), "a")
-    assert not none.finished.HasField("timing")
-    assert not none.outputs[0].finished.HasField("timing")
-    assert not none.outputs[0].content.step_timings
-
-    call = harness.generation.StreamGenerateText(streamed(output={"timing_level": 3}))
-    [sequence] = await harness.engine.arrival()
-    await call.read()
-    harness.engine.step({sequence: [ord("a"), 0xC3]}, num_drafted=3, num_accepted=1)
-    first = (await call.read()).events[0].output_delta
-    harness.engine.step({sequence: [0xA9, ord("b")]}, FinishReason.LENGTH)
-    second, _, last = (await call.read()).events
-    second = second.output_delta
-    assert await call.read() is grpc.aio.EOF
-    assert [(step.step_id, step.token_count) for step in first.step_timings] == [(2, 1)]
-    assert [(step.step_id, step.token_count) for step in second.step_timings] == [(2, 1), (3, 2)]
-    step = first.step_timings[0]
-    assert (step.step_kind, step.draft_token_count, step.accepted_draft_token_count) == (
-        timing_pb2.STEP_KIND_PREFILL,
-        3,
-        1,
-    )
-    assert (step.step_duration_micros, step.verify_duration_micros) == (2000, 1500)
-    assert step.emit_offset_micros >= step.sample_offset_micros > 0
-    timing = last.finished.timing
-    known = timing.tokenize_duration_micros + timing.queue_duration_micros + timing.prefill_duration_micros
-    assert known == step.sample_offset_micros
-    assert list(timing.acceptance_histogram) == [0, 1]
-    assert (last.finished.usage.draft_token_count, last.finished.usage.accepted_draft_token_count) == (3, 1)
-    assert (step.hold_duration_micros, second.step_timings[0].hold_duration_micros > 0) == (0, True)
-    assert second.step_timings[1].hold_duration_micros == 0
-
-
 async def fill(harness: Harness, sequence: Any) -> int:
     """Generate for a client that does not read until the front end pauses the sequence."""
     sent = 0
@@ -911,60 +604,3 @@ async def test_many_generations_leave_nothing(harness: Harness) -> None:
             FinishReason.LENGTH if round_index == 2 else FinishReason.NONE,
         )
     assert await asyncio.gather(*calls) == [f"{index}" * 3 for index in range(64)]
-
-
-async def test_a_constraint_reaches_the_engine_as_a_grammar_and_its_end_is_told(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(constraint={"choices": {"choices": ["yes", "no"]}}))
-    [sequence] = await harness.engine.arrival()
-    assert sequence.request.grammar == "start: /yes|no/"
-    harness.engine.step({sequence: ""})
-    harness.engine.step({sequence: "no"}, FinishReason.CONSTRAINT_COMPLETE)
-    response = await call
-    [output] = response.outputs
-    assert output.content.text == "no"
-    assert output.finished.finish_reason == stopping_pb2.FINISH_REASON_CONSTRAINT_COMPLETE
-    assert response.finished.timing.constraint_compile_duration_micros > 0
-    check_identity(response.finished.timing)
-
-
-async def test_a_constraint_that_gets_stuck_is_named(harness: Harness) -> None:
-    call = harness.generation.GenerateText(unary(constraint={"regex": "a{3}"}))
-    [sequence] = await harness.engine.arrival()
-    harness.engine.step({sequence: "aa"})
-    harness.engine.step({sequence: ""}, FinishReason.CONSTRAINT_STUCK)
-    failure = await failure_of(call)
-    assert failure.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert failure.fields == ["constraint.regex"]
-    assert "after 2 tokens" in failure.message
-
-
-@pytest.fixture
-def compilation(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set when a constraint is being compiled, which never ends."""
-    begun = asyncio.Event()
-
-    async def compile_constraint(_: object, constraint: Constraint, tenant: str) -> str:
-        begun.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    monkeypatch.setattr(TextProcessor, "compile_constraint", compile_constraint)
-    return begun
-
-
-async def test_a_cancel_does_not_wait_for_a_compilation(harness: Harness, compilation: asyncio.Event) -> None:
-    call = harness.generation.StreamGenerateText(streamed(request_id="r1", constraint={"regex": "a{3}"}))
-    await compilation.wait()
-    await harness.generation.CancelGeneration(CancelGenerationRequest(request_id="r1"))
-    events = await asyncio.wait_for(read_events(call), 5)
-    assert [event.WhichOneof("event") for event in events] == ["started", "output_finished", "finished"]
-    assert events[1].output_finished.finish_reason == stopping_pb2.FINISH_REASON_CANCELLED
-    assert harness.engine.submitted == []
-
-
-async def test_the_time_limit_holds_during_a_compilation(harness: Harness, compilation: asyncio.Event) -> None:
-    stopping = {"max_generation_duration": Duration(nanos=100_000_000)}
-    call = harness.generation.GenerateText(unary(stopping=stopping, constraint={"regex": "a{3}"}), timeout=50)
-    response = await asyncio.wait_for(call, 5)
-    assert response.outputs[0].finished.finish_reason == stopping_pb2.FINISH_REASON_TIME_LIMIT
-    assert harness.engine.submitted == []

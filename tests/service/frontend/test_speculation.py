@@ -118,9 +118,10 @@ async def test_a_request_names_its_drafter(choosing: Harness, name: str | None) 
     assert list((await status_of(choosing)).available_drafters) == ["hybrid", "ngram", "suffix"]
 
 
-async def test_an_unknown_drafter_is_refused_with_those_there_are(choosing: Harness) -> None:
+@pytest.mark.parametrize("name", ["oracle", "grammar"])
+async def test_an_unknown_drafter_is_refused_with_those_there_are(choosing: Harness, name: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await harness_call(choosing, {"drafter": "oracle"})
+        await harness_call(choosing, {"drafter": name})
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "speculation.drafter" in str(caught.value.details())
     assert "hybrid, ngram, suffix" in str(caught.value.details())
@@ -129,15 +130,15 @@ async def test_an_unknown_drafter_is_refused_with_those_there_are(choosing: Harn
 async def test_each_step_names_who_drafted(choosing: Harness) -> None:
     call = harness_call(choosing, {}, stream=True)
     [sequence] = await choosing.engine.arrival()
-    for text, drafter, num_drafted in (("b", 0, 0), ("cde", 1, 2), ("fg", 0, 1), ("h", 0, 0)):
+    for text, drafter, num_drafted in (("b", 0, 0), ("cde", 1, 2), ("fg", 0, 1), ("ij", 2, 1), ("h", 0, 0)):
         finish = FinishReason.LENGTH if text == "h" else FinishReason.NONE
         counts = {"drafter": drafter, "num_drafted": num_drafted, "num_accepted": num_drafted}
         choosing.engine.step({sequence: text}, finish, **counts)
     events = [event async for response in call for event in response.events]
     steps = [step for event in events for step in event.output_delta.step_timings]
-    assert [step.drafter for step in steps] == ["", "suffix", "ngram", ""]
+    assert [step.drafter for step in steps] == ["", "suffix", "ngram", "grammar", ""]
     [finished] = [event.finished for event in events if event.HasField("finished")]
-    assert list(finished.timing.acceptance_histogram) == [0, 1, 1]
+    assert list(finished.timing.acceptance_histogram) == [0, 2, 1]
 
 
 def harness_call(harness: Harness, speculation: dict[str, object], *, stream: bool = False) -> Any:
