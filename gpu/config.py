@@ -9,8 +9,10 @@ from pathlib import Path
 from foreword.gpu.models.config import ModelConfig
 from foreword.scheduler.errors import ConfigError
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 2}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 2}
 """Number formats, and the bytes that an element of the KV cache takes in each."""
+DEVICE_DTYPES = {"cpu": ("bfloat16", "float32", "int8"), "cuda": ("bfloat16", "float16", "float32")}
+"""Number formats that a device computes in."""
 SPECULATION_MODES = ("off", "auto", "ngram", "suffix", "hybrid", "draft-model")
 
 
@@ -35,8 +37,8 @@ class DeviceConfig:
     Attributes:
         num_blocks: blocks of the KV cache that sequences share.
         device: "cpu" or "cuda".
-        dtype: number format: "bfloat16" or "float32" for weights, activations and KV cache, or "int8" for integer
-            matrix products with everything else in bfloat16.
+        dtype: number format: "bfloat16", "float32", or on the CUDA device "float16", for weights, activations and KV
+            cache, or on the CPU device "int8" for integer matrix products with everything else in bfloat16.
         num_threads: threads that compute, on the CPU device.
         block_size: tokens per block.
         max_num_sequences: rows of the batch.
@@ -66,6 +68,9 @@ class DeviceConfig:
             raise ConfigError(f"device: '{self.device}' is unknown; use one of cpu, cuda")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype: '{self.dtype}' is unknown; use one of {', '.join(sorted(DTYPE_BYTES))}")
+        if self.dtype not in DEVICE_DTYPES[self.device]:
+            choices = ", ".join(DEVICE_DTYPES[self.device])
+            raise ConfigError(f"dtype: the {self.device} device does not compute in {self.dtype}; use one of {choices}")
         if self.speculation not in SPECULATION_MODES:
             raise ConfigError(
                 f"speculation: '{self.speculation}' is unknown; use one of {', '.join(SPECULATION_MODES)}"

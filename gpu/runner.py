@@ -94,7 +94,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> str:
-        """Number format: "int8", "bfloat16" or "float32"."""
+        """Number format: "int8", "bfloat16", "float16" or "float32"."""
         return self.decoder.backend.dtype
 
     @property

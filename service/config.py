@@ -80,7 +80,7 @@ class ServerConfig:
         "engine", Choice("auto", "cpu", "cuda"), "auto", "where the model runs; auto: cuda if it can"
     )
     dtype: str = _setting(
-        "engine", Choice("auto", "bfloat16", "float32", "int8"), "auto", "type of weights and activations"
+        "engine", Choice("auto", "bfloat16", "float16", "float32", "int8"), "auto", "type of weights and activations"
     )
     threads: int | None = _setting("engine", Integer(1, 1024, auto=True), None, "threads of the CPU device")
     kv_cache_memory: int | None = _setting("engine", Size(MIB, TIB, auto=True), None, "memory of the KV cache")

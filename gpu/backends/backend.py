@@ -1,7 +1,7 @@
 """The contract between a model and a device: every operation a decoder needs, and nothing else.
 
 A backend works on whole batches; axis letters: T tokens, L rows of logits, E hidden size, H query heads, G KV heads,
-D head size, F intermediate size, V vocabulary. "compute dtype" is the backend's own (float32 or bfloat16). The
+D head size, F intermediate size, V vocabulary. "compute dtype" is the backend's own (float32, bfloat16 or float16). The
 residual stream is always float32. Linear weights and the KV cache are opaque: a backend may store them in any layout
 or precision.
 
@@ -89,7 +89,7 @@ class Backend(ABC, Generic[A]):
     Attributes:
         device: "cpu".
         device_name: as the operating system or driver calls it.
-        dtype: number format, "float32", "bfloat16", or "int8" with compute dtype bfloat16.
+        dtype: number format, "float32", "bfloat16", "float16", or "int8" with compute dtype bfloat16.
     """
 
     device: str

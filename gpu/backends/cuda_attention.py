@@ -25,7 +25,6 @@ _LEAST_ROOM = 64
 _STAGING_BYTES = 1 << 20
 _EVERY_KEY = 2**31 - 1
 _LOG2_E = 1.4426950408889634
-_SHARED_BYTES_PER_MULTIPROCESSOR = 228 * 1024
 _SHARED_BYTES_RESERVED = 1024  # of each block, by the system
 
 
@@ -88,11 +87,28 @@ class AttentionWork:
 class CudaAttention:
     """Attention in one compute dtype on one device, with the workspace for partial results."""
 
-    def __init__(self, launcher: KernelLauncher, dtype: str, device: torch.device, num_multiprocessors: int) -> None:
+    def __init__(
+        self,
+        launcher: KernelLauncher,
+        dtype: str,
+        device: torch.device,
+        num_multiprocessors: int,
+        shared_bytes: int,
+    ) -> None:
+        """Set up for a device.
+
+        Args:
+            launcher: of its kernels.
+            dtype: compute dtype.
+            device: of PyTorch.
+            num_multiprocessors: that it has.
+            shared_bytes: shared memory of each.
+        """
         self._launcher = launcher
         self._dtype = dtype
         self._device = device
         self._num_multiprocessors = num_multiprocessors
+        self._shared_bytes = shared_bytes
         self._staging: dict[Geometry, StagingBuffer] = {}
         self._partials: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -158,12 +174,16 @@ class CudaAttention:
         return AttentionWork(*self._staging[geometry].upload(*lists, *counts))
 
     def _launches(self, geometry: Geometry) -> tuple[AttentionLaunch, AttentionLaunch | None]:
-        return attention_launches(self._dtype, geometry.head_dim, geometry.block_size)
+        narrow, wide = attention_launches(self._dtype, geometry.head_dim, geometry.block_size)
+        return narrow, None if wide is None or not self._num_resident(wide) else wide
 
     def _num_blocks(self, launch: AttentionLaunch) -> int:
         """Blocks that run at once: shared memory is what limits them."""
-        per_multiprocessor = _SHARED_BYTES_PER_MULTIPROCESSOR // (launch.shared_bytes + _SHARED_BYTES_RESERVED)
-        return self._num_multiprocessors * max(1, per_multiprocessor)
+        return self._num_multiprocessors * max(1, self._num_resident(launch))
+
+    def _num_resident(self, launch: AttentionLaunch) -> int:
+        """Blocks that run at once on a multiprocessor; 0 if not even one fits."""
+        return self._shared_bytes // (launch.shared_bytes + _SHARED_BYTES_RESERVED)
 
     def _partials_of(self, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         key = (num_kv_heads, head_dim)

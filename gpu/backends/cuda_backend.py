@@ -39,11 +39,12 @@ from foreword.gpu.kernels.table import (
 from foreword.scheduler.errors import ConfigError, DeviceError
 from foreword.scheduler.step import Int32Array, StepPlan, TokenScores
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TILE_ROWS = 128
 """Few enough that the weights' memory traffic still decides the time of a product with one row."""
 NO_SLOT = -1
 _STAGING_BYTES = 1 << 20
+_CHECKER_SHARED_BYTES = 228 * 1024  # as of compute capability 9.0
 
 
 class CudaBackend(Backend[torch.Tensor]):
@@ -71,18 +72,21 @@ class CudaBackend(Backend[torch.Tensor]):
         self._dtype = DTYPES[dtype]
         self._device = torch.device(device)
         self._launcher = KernelLauncher(driver, self._device)
-        self._attention = CudaAttention(self._launcher, dtype, self._device, self._num_multiprocessors())
+        self._attention = CudaAttention(self._launcher, dtype, self._device, *self._multiprocessors())
         self._graphs = StepGraphs(driver, self._attention)
         self._step_inputs = StagingBuffer(self._device, _STAGING_BYTES)
         self._sampler = CudaSampler(self._launcher, dtype, self._device)
         self._last_tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
-    def _num_multiprocessors(self) -> int:
+    def _multiprocessors(self) -> tuple[int, int]:
+        """How many there are, and bytes of shared memory of each."""
         if self._device.type == "cpu":
-            return 1
-        return torch.cuda.get_device_properties(self._device).multi_processor_count
+            return 1, _CHECKER_SHARED_BYTES
+        properties = torch.cuda.get_device_properties(self._device)
+        return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
 
     def is_row_independent(self, layers: Iterable[tuple[int, int]], max_rows: int) -> bool:
         """Try whether products of these layers `(out_features, in_features)` are row-independent here."""
@@ -298,6 +302,10 @@ class CudaBackend(Backend[torch.Tensor]):
 
     def _on_device(self, values: Float32, dtype: torch.dtype) -> torch.Tensor:
         try:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+            weights = torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype, copy=True)
+            has_overflow = dtype == torch.float16 and not bool(torch.isfinite(weights).all())
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"the model's weights do not fit the memory of {self.device_name}") from error
+        if has_overflow:
+            raise ConfigError("dtype: float16 has no room for a weight of this model; use bfloat16 or float32")
+        return weights

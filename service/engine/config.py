@@ -12,8 +12,8 @@ class EngineConfig:
     Attributes:
         model_path: a GGUF file or a Hugging Face folder.
         device: "cpu", "cuda", or "auto" for the CUDA device if there is one that can be used.
-        dtype: number format, "int8", "bfloat16", "float32", or "auto" for the fastest one that does not depend on the
-            batch on this processor.
+        dtype: number format, "int8", "bfloat16", "float16", "float32", or "auto" for the fastest one that does not
+            depend on the batch on this processor.
         num_threads: threads of the CPU backend; 0 for the processors this process may use.
         block_size: tokens per KV cache block.
         kv_cache_bytes: memory of the KV cache; 0 for enough to hold 1,024 tokens of each of `max_num_sequences`

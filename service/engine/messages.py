@@ -49,7 +49,7 @@ class EngineInfo:
     Attributes:
         device: "cpu" or "cuda:0".
         device_name: as the operating system or driver calls it.
-        dtype: number format, "int8", "bfloat16" or "float32".
+        dtype: number format, "int8", "bfloat16", "float16" or "float32".
         architecture: "LlamaForCausalLM".
         vocab_size: rows of the output head; a token id is below it.
         num_parameters: weights of the model.

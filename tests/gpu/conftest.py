@@ -223,6 +223,7 @@ def new_runner(tiny_checkpoint: Callable[..., MemoryCheckpoint]) -> Callable[...
         checkpoint = tiny_checkpoint(seed, **changes)
         config = DeviceConfig(
             num_blocks=writer.num_blocks,
+            device="cuda" if isinstance(backend, CudaBackend) else "cpu",
             dtype=dtype,
             num_threads=2,
             max_num_sequences=writer.max_num_sequences,

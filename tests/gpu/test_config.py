@@ -17,7 +17,8 @@ from foreword.scheduler.errors import ConfigError
     ("field", "value", "message"),
     [
         ("device", "tpu", "device: 'tpu' is unknown; use one of cpu, cuda"),
-        ("dtype", "float16", "dtype: 'float16' is unknown; use one of bfloat16, float32"),
+        ("dtype", "float8", "dtype: 'float8' is unknown; use one of bfloat16, float16, float32, int8"),
+        ("dtype", "float16", "dtype: the cpu device does not compute in float16; use one of bfloat16, float32, int8"),
         ("num_blocks", 0, "num_blocks: must be at least 1, got 0"),
         ("num_threads", -1, "num_threads: must be at least 1, got -1"),
         ("max_model_len", 0, "max_model_len: must be at least 1, got 0"),

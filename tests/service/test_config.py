@@ -120,7 +120,7 @@ def test_auto_is_none_and_sizes_have_units() -> None:
         ([], {}, "[engine]\nthreads = 1.5\n", ["engine.threads", "1.5"]),
         ([], {}, "[engine]\nthreads = true\n", ["engine.threads", "True"]),
         ([], {}, "[engine]\nthreads = [1]\n", ["engine.threads"]),
-        (["--dtype", "float8"], {}, None, ["--dtype", "'float8'", "bfloat16, float32"]),
+        (["--dtype", "float8"], {}, None, ["--dtype", "'float8'", "bfloat16, float16, float32, int8"]),
         (["--stall-budget-s", "nan"], {}, None, ["--stall-budget-s", "'nan'"]),
         (["--stall-budget-s", "inf"], {}, None, ["--stall-budget-s"]),
         (["--kv-cache-memory", "1KiB"], {}, None, ["--kv-cache-memory", "1MiB"]),

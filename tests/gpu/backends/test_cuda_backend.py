@@ -35,8 +35,18 @@ def out_of_memory(*arguments: Any, **keywords: Any) -> None:
 
 
 def test_a_number_format_of_another_device_is_refused(checker: CheckerDriver) -> None:
-    with pytest.raises(ConfigError, match="dtype: must be one of bfloat16, float32 on the CUDA device, got 'int8'"):
+    with pytest.raises(
+        ConfigError, match="dtype: must be one of bfloat16, float16, float32 on the CUDA device, got 'int8'"
+    ):
         CudaBackend("int8", checker, device="cpu")
+
+
+def test_weights_beyond_float16_are_refused(checker: CheckerDriver) -> None:
+    cuda, weight = CudaBackend("float16", checker, device="cpu"), np.array([[65504.0, 1.0]], np.float32)
+    assert cuda.linear_weight(weight).weight.dtype == torch.float16
+    with pytest.raises(ConfigError, match="dtype: float16 has no room for a weight of this model; use bfloat16 or"):
+        cuda.linear_weight(weight * 2)
+    assert cuda.weight(weight * 2).tolist() == [[131008.0, 2.0]]  # of a norm, in float32
 
 
 def test_a_cache_that_does_not_fit_names_the_setting(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +132,50 @@ def test_tokens_do_not_depend_on_the_order_of_threads(
     expected = new_runner("bfloat16", cuda).execute(plan)
     shuffled = new_runner("bfloat16", CudaBackend("bfloat16", CheckerDriver(seed), device="cpu")).execute(plan)
     assert shuffled.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_float16_is_nearer_to_float32_than_bfloat16(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    new_request: Callable[..., Request],
+    checker: CheckerDriver,
+) -> None:
+    """A model's logits, for a prompt in wide tiles and for a few tokens in narrow ones; then a token is drawn."""
+    prompt = np.random.default_rng(0).integers(0, 131, 60).tolist()
+
+    def logits(dtype: str) -> torch.Tensor:
+        backend, writer, parts = CudaBackend(dtype, checker, device="cpu"), plan_writer(), []
+        runner = new_runner(dtype, backend)
+        for tokens in (prompt[:56], prompt[56:]):
+            batch = backend.upload(writer.plan([(0, tokens, len(tokens))]), runner.cache)
+            parts.append(runner.decoder.logits(batch, runner.cache)[: len(tokens)].float())
+        result = runner.execute(writer.plan([(0, [1], 1)], [(0, new_request([*prompt, 1], temperature=0.8))]))
+        assert not result.failed.any()
+        return torch.cat(parts)
+
+    exact = logits("float32")
+    half_error, brain_error = ((logits(dtype) - exact).abs().max() for dtype in ("float16", "bfloat16"))
+    assert 0 < half_error < brain_error / 4
+    assert brain_error < 0.05 * exact.abs().max()
+
+
+def test_a_device_with_little_shared_memory_computes_the_same_in_narrow_tiles(
+    new_runner: Callable[..., ModelRunner],
+    plan_writer: Callable[..., Any],
+    checker: CheckerDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compute capability 8.6 and 8.9 have 100 KiB a multiprocessor; wide tiles of heads of 128 need more."""
+    logits = []
+    for kibibytes in (228, 100):
+        monkeypatch.setattr(cuda_backend, "_CHECKER_SHARED_BYTES", kibibytes << 10)
+        backend = CudaBackend("bfloat16", checker, device="cpu")
+        runner = new_runner("bfloat16", backend, head_dim=128)
+        batch = backend.upload(plan_writer().plan([(0, range(40), 40)]), runner.cache)
+        logits.append(runner.decoder.logits(batch, runner.cache))
+        (work,) = batch.work.values()
+        assert bool(len(work.wide)) == (kibibytes == 228)
+    assert torch.equal(*(rows[:40] for rows in logits))
 
 
 class RecordingDriver(CheckerDriver):

@@ -152,7 +152,7 @@ def parameters() -> SamplingBatch:
         history=HistoryCounts(
             np.array([0, 4], np.int32), np.array([0, 7, 50, 66], np.int32), np.array([0, 2, 1, 5], np.int32), with_lists
         ),
-        masked_ids=np.array([[2, 3]] * ROWS, np.int32),
+        masked_ids=np.array([[66, 3]] * ROWS, np.int32),  # the first has a penalty, too
         num_masked=np.array([0, 0, 0, 2, 1, 0], np.int32),
         by_rejection=np.array([True, False, True, True, False, True]),
         draft_ids=np.array([5, 7, 171, 122, -1, 2 * VOCAB], np.int32),  # the third is rejected, the fourth accepted
