@@ -1,8 +1,8 @@
 /* Float lanes in GCC vector extensions, and what the CPU kernels build from them: eight lanes, unless the including
  * file defines LANES as 4 or 16.
  *
- * A kernel marked CPU_CLONES is compiled for AVX2 and for any x86-64, and chosen when the module loads, so one build
- * runs on every machine.
+ * A kernel marked CPU_CLONES is compiled for AVX-512, for AVX2 and for any x86-64, and chosen when the module loads, so
+ * one build runs on every machine. AVX-512 is there for its conversions and masks: the bits are those of AVX2.
  *
  * Elements are float32 or bfloat16 in memory, always float32 in registers; `bf16` tells which and is a constant
  * wherever these functions are inlined. Every tail goes through `load_part`, never through scalar code: a value must
@@ -23,7 +23,7 @@
 #if !defined(__x86_64__) || !defined(__GLIBC__) || defined(__clang__)
 #define CPU_CLONES
 #elif __GNUC__ >= 12
-#define CPU_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CPU_CLONES __attribute__((target_clones("avx2", "default")))
 #endif
