@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from queue import SimpleQueue
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,23 +19,32 @@ from foreword.v1.generation_service_pb2 import BidiGenerateTextRequest, BidiGene
 
 
 class Responses:
-    """A call that answers commands: all tokens of a generation in two steps, with those that run meanwhile."""
+    """A call that reads commands as fast as they come, as gRPC does, and answers each in two messages."""
 
     def __init__(self, commands: Iterator[BidiGenerateTextRequest], concurrency: int) -> None:
-        self.commands = commands
         self.concurrency = concurrency
         self.is_cancelled = False
+        self._arrived: SimpleQueue[generation_pb2.GenerationSpec | None] = SimpleQueue()
+        self._reader = Thread(target=self._read, args=(commands,), daemon=True)
+        self._reader.start()
+
+    def _read(self, commands: Iterator[BidiGenerateTextRequest]) -> None:
+        for command in commands:
+            self._arrived.put(command.start.spec)
+        self._arrived.put(None)
 
     def __iter__(self) -> Iterator[BidiGenerateTextResponse]:
-        specs = [command.start.spec for command in self.take(self.concurrency)]
-        while specs:
+        while specs := self.take():
+            self._reader.join(0.05)  # a command too many would come by now
             for is_last in (False, True):
                 yield BidiGenerateTextResponse(events=[e for spec in specs for e in self.events(spec, is_last)])
-            specs = [command.start.spec for command in self.take(len(specs))]
 
-    def take(self, count: int) -> list[BidiGenerateTextRequest]:
-        """Commands; another one than these would have to wait for an end, which would hang."""
-        return [command for _ in range(count) if (command := next(self.commands, None)) is not None]
+    def take(self) -> list[generation_pb2.GenerationSpec]:
+        """As many as may run at a time, or what is left."""
+        specs = list(itertools.islice(iter(self._arrived.get, None), self.concurrency))
+        if len(specs) < self.concurrency:
+            self._arrived.put(None)
+        return specs
 
     def events(self, spec: generation_pb2.GenerationSpec, is_last: bool) -> Iterator[generation_pb2.GenerationEvent]:
         count = spec.stopping.max_output_token_count
@@ -79,7 +91,6 @@ def test_several_answers_at_a_time_share_one_call() -> None:
 def test_a_prompt_that_the_server_does_not_take_refuses_the_job() -> None:
     class Refusals(Responses):
         def __iter__(self) -> Iterator[BidiGenerateTextResponse]:
-            self.take(1)
             refusal = generation_pb2.CommandRefused(error=status_pb2.Status(message="too long"))
             yield BidiGenerateTextResponse(events=[generation_pb2.GenerationEvent(refused=refusal)])
 
