@@ -7,6 +7,7 @@ order of the fields. Among the fields an array is the character of its element t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, get_args
 
 import msgspec
@@ -66,11 +67,16 @@ class Codec:
         return str(array.dtype.char)
 
     def _decode_array(self, annotation: Any, element_type: object) -> Any:
-        """`annotation` is `NDArray[scalar]`; `NDArray[np.void]` means `SEQUENCE_UPDATE`."""
-        scalar = get_args(get_args(annotation)[1])[0]
-        dtype = SEQUENCE_UPDATE if scalar is np.void else np.dtype(scalar)
+        dtype = _element_type(annotation)
         if element_type != dtype.char:
             raise ValueError(f"elements are of type {element_type!r}, not {dtype.char!r}")
         if not self._arrays:
             raise ValueError("no frame is left for this array")
         return np.frombuffer(self._arrays.pop(0), dtype)
+
+
+@cache
+def _element_type(annotation: Any) -> np.dtype[Any]:
+    """Of `NDArray[scalar]`; `NDArray[np.void]` means `SEQUENCE_UPDATE`."""
+    scalar = get_args(get_args(annotation)[1])[0]
+    return SEQUENCE_UPDATE if scalar is np.void else np.dtype(scalar)

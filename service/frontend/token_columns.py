@@ -71,6 +71,6 @@ class TokenColumns:
             self._move(name, num_tokens * self.num_top, target)
 
     def _move(self, name: str, count: int, target: TokenColumns) -> None:
-        column = getattr(self, name)
-        getattr(target, name).extend(column[:count])
-        del column[:count]
+        if column := getattr(self, name):
+            getattr(target, name).extend(column[:count])
+            del column[:count]
