@@ -153,7 +153,8 @@ def test_a_tenant_without_a_row_gets_one_of_the_tenant_with_most(
     new_scheduler: New, new_request: Make, step: Make
 ) -> None:
     scheduler = overdue_setting(new_scheduler, new_request, step)
-    assert step(scheduler, 99)[0].num_preempted == 0
+    for now_ns in (1, 50, 99):  # the flood gets tokens, so the other tenant is next from the second step on
+        assert step(scheduler, now_ns)[0].num_preempted == 0
     plan, update = step(scheduler, 100)
     assert (admitted(plan), plan.num_preempted) == ([5], 1)
     assert sorted(update.sequences["request_key"].tolist()) == [0, 1, 2, 5]
@@ -169,6 +170,21 @@ def test_the_last_row_of_a_tenant_is_not_taken(new_scheduler: New, new_request: 
         scheduler.add(new_request(key, 3, 60, tenant=str(key)), 0)
     for now_ns in range(0, 2000, 100):
         assert step(scheduler, now_ns)[0].num_preempted == 0
+
+
+def test_a_tenant_keeps_a_row_even_where_both_would_make_room(
+    new_scheduler: New, new_request: Make, step: Make
+) -> None:
+    scheduler = new_scheduler(
+        num_blocks=16, block_size=4, max_num_sequences=4, max_num_batched_tokens=64, priority_aging_ns=100
+    )
+    for key in range(2):
+        scheduler.add(new_request(key, 20, 20, tenant="flood"), 0)
+    step(scheduler, 0)
+    scheduler.add(new_request(2, 38, 2, tenant="small"), 0)  # 10 blocks: one of the others' rows makes 9 free
+    for now_ns in (1, 100):
+        plan, _ = step(scheduler, now_ns)
+        assert (admitted(plan), plan.num_preempted) == ([], 0)
 
 
 def test_a_row_is_taken_only_when_no_plan_is_open(new_scheduler: New, new_request: Make, result_of: Make) -> None:
