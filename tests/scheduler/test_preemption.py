@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import numpy as np
+import pytest
 
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded
@@ -170,6 +171,23 @@ def test_the_last_row_of_a_tenant_is_not_taken(new_scheduler: New, new_request: 
         scheduler.add(new_request(key, 3, 60, tenant=str(key)), 0)
     for now_ns in range(0, 2000, 100):
         assert step(scheduler, now_ns)[0].num_preempted == 0
+
+
+@pytest.mark.parametrize(("tenants", "loser"), [("bbaaa", 4), ("aabb", 3), ("hhhaa", 4)])
+def test_the_newest_row_of_the_tenant_with_most_of_the_priority_is_taken(
+    new_scheduler: New, new_request: Make, step: Make, tenants: str, loser: int
+) -> None:
+    scheduler = new_scheduler(
+        num_blocks=64, block_size=4, max_num_sequences=len(tenants), max_num_batched_tokens=64, priority_aging_ns=100
+    )
+    for key, tenant in enumerate(tenants):
+        scheduler.add(new_request(key, 3, 20, tenant=tenant, priority=int(tenant == "h")), 0)
+    step(scheduler, 0)
+    scheduler.add(new_request(len(tenants), 3, 20, tenant="small"), 0)
+    step(scheduler, 1)
+    plan, update = step(scheduler, 100)
+    assert (admitted(plan), plan.num_preempted) == ([len(tenants)], 1)
+    assert set(range(len(tenants) + 1)) - set(update.sequences["request_key"].tolist()) == {loser}
 
 
 def test_a_tenant_keeps_a_row_even_where_both_would_make_room(
