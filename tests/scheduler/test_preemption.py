@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import numpy as np
+import pytest
 
 from foreword.scheduler.config import SchedulerConfig
 from foreword.scheduler.errors import ContextLengthExceeded
@@ -153,7 +154,8 @@ def test_a_tenant_without_a_row_gets_one_of_the_tenant_with_most(
     new_scheduler: New, new_request: Make, step: Make
 ) -> None:
     scheduler = overdue_setting(new_scheduler, new_request, step)
-    assert step(scheduler, 99)[0].num_preempted == 0
+    for now_ns in (1, 50, 99):  # the flood gets tokens, so the other tenant is next from the second step on
+        assert step(scheduler, now_ns)[0].num_preempted == 0
     plan, update = step(scheduler, 100)
     assert (admitted(plan), plan.num_preempted) == ([5], 1)
     assert sorted(update.sequences["request_key"].tolist()) == [0, 1, 2, 5]
@@ -169,6 +171,38 @@ def test_the_last_row_of_a_tenant_is_not_taken(new_scheduler: New, new_request: 
         scheduler.add(new_request(key, 3, 60, tenant=str(key)), 0)
     for now_ns in range(0, 2000, 100):
         assert step(scheduler, now_ns)[0].num_preempted == 0
+
+
+@pytest.mark.parametrize(("tenants", "loser"), [("bbaaa", 4), ("aabb", 3), ("hhhaa", 4)])
+def test_the_newest_row_of_the_tenant_with_most_of_the_priority_is_taken(
+    new_scheduler: New, new_request: Make, step: Make, tenants: str, loser: int
+) -> None:
+    scheduler = new_scheduler(
+        num_blocks=64, block_size=4, max_num_sequences=len(tenants), max_num_batched_tokens=64, priority_aging_ns=100
+    )
+    for key, tenant in enumerate(tenants):
+        scheduler.add(new_request(key, 3, 20, tenant=tenant, priority=int(tenant == "h")), 0)
+    step(scheduler, 0)
+    scheduler.add(new_request(len(tenants), 3, 20, tenant="small"), 0)
+    step(scheduler, 1)
+    plan, update = step(scheduler, 100)
+    assert (admitted(plan), plan.num_preempted) == ([len(tenants)], 1)
+    assert set(range(len(tenants) + 1)) - set(update.sequences["request_key"].tolist()) == {loser}
+
+
+def test_a_tenant_keeps_a_row_even_where_both_would_make_room(
+    new_scheduler: New, new_request: Make, step: Make
+) -> None:
+    scheduler = new_scheduler(
+        num_blocks=16, block_size=4, max_num_sequences=4, max_num_batched_tokens=64, priority_aging_ns=100
+    )
+    for key in range(2):
+        scheduler.add(new_request(key, 20, 20, tenant="flood"), 0)
+    step(scheduler, 0)
+    scheduler.add(new_request(2, 38, 2, tenant="small"), 0)  # 10 blocks: one of the others' rows makes 9 free
+    for now_ns in (1, 100):
+        plan, _ = step(scheduler, now_ns)
+        assert (admitted(plan), plan.num_preempted) == ([], 0)
 
 
 def test_a_row_is_taken_only_when_no_plan_is_open(new_scheduler: New, new_request: Make, result_of: Make) -> None:
