@@ -52,7 +52,7 @@ from foreword.gpu.runner import ModelRunner, load_runner
 from foreword.scheduler.errors import ConfigError
 from foreword.scheduler.request import Request, SamplingParams, StoppingParams
 
-ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
+ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 NEAR_TIE = 1e-3
 BF16_BYTES = 2
 SANITIZER_TIMEOUT_S = 35
