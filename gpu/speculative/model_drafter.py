@@ -111,7 +111,7 @@ class ModelDrafter:
             if not len(token_ids):
                 break
             drafts[active, depth] = token_ids
-            active = active[(limits[active] > depth + 1)]
+            active = active[(limits[active] > depth + 1) & (token_ids >= 0)]
             if not len(active):
                 break
             plan = self._next_plan(rows[active], drafts[active, depth], depth + 1)

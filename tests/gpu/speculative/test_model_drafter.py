@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -161,6 +162,23 @@ def test_drafts_know_nothing_of_the_noise_that_decides_about_them(
         drafts.append(drafter.propose(plan.rows, 5 * one).token_ids.tolist())
     assert drafts[0] == drafts[1]
     assert len(drafts[0]) == 5
+
+
+def test_a_row_whose_draft_cannot_be_drawn_leaves_the_others_alone(
+    tiny_checkpoint: Callable[..., Any], requests: list[Request], plain: dict[int, list[int]]
+) -> None:
+    """Weights that are not numbers, of some tokens only: what follows those has no logits to draw from."""
+    checkpoint = tiny_checkpoint(0)
+    checkpoint.tensors["lm_head.weight"] = checkpoint.tensors["model.embed_tokens.weight"].copy()
+    checkpoint.config["tie_word_embeddings"] = False
+    often = Counter(token_id for token_ids in plain.values() for token_id in token_ids[:-1]).most_common(3)
+    checkpoint.tensors["model.embed_tokens.weight"][[token_id for token_id, _ in often]] = np.nan
+    runner = load_runner(config(5), tiny_checkpoint(0), draft_model=DraftModel(checkpoint))
+    outputs, sums = generate(runner, requests)
+    assert outputs == plain
+    assert sums["num_accepted"] > 0
+    assert runner.speculator is not None
+    assert runner.speculator.state is DraftState.ACTIVE
 
 
 def test_cached_prefixes_are_there_for_the_draft_model_too(
