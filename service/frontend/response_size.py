@@ -67,6 +67,15 @@ def check_message_size(size: int, limit: int, field: str = "output") -> None:
         )
 
 
+def check_event_size(event: generation_pb2.GenerationEvent, limit: int) -> None:
+    """Require an event that fits a message of its own.
+
+    Raises:
+        ResponseTooLarge: it does not.
+    """
+    check_message_size(event.ByteSize() + _EVENT_OVERHEAD, limit)
+
+
 def check_response_size(size: int, limit: int, settings: GenerationSettings) -> None:
     """Require a response to a unary call that gRPC can send; names what fills it most.
 
