@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -152,6 +153,14 @@ async def test_a_unary_answer_that_will_be_too_large_is_refused_before_the_work(
     [sequence] = await harness.engine.arrival()
     harness.engine.step({sequence: ""}, FinishReason.CANCELLED)
     assert len([message async for message in call]) > 0
+
+
+async def test_a_unary_answer_that_its_time_limit_may_keep_small_is_not_refused(harness: Harness) -> None:
+    stopping = {"ignore_eos": True, "max_output_token_count": 900, "max_generation_duration": {"seconds": 5}}
+    call = harness.generation.GenerateText(unary(output={"top_logprob_count": 20}, stopping=stopping))
+    [sequence] = await asyncio.wait_for(harness.engine.arrival(), 5)
+    harness.engine.step({sequence: "x"}, FinishReason.DEADLINE)
+    assert (await call).outputs[0].content.text == "x"
 
 
 async def test_a_stream_with_an_event_too_large_for_a_message_ends_with_a_reason(harness: Harness) -> None:
