@@ -14,11 +14,11 @@ def build(kind: type[Request], **fields: Any) -> Request:
 
     Raises:
         ValueError: a value that its field cannot hold; names the field.
-        TypeError: a value of the wrong type.
+        TypeError: a value of the wrong type; names the field.
     """
     try:
         return kind(**fields)
-    except ValueError:
+    except (TypeError, ValueError):
         for name, value in fields.items():
             try:
                 kind(**{name: value})
@@ -26,4 +26,6 @@ def build(kind: type[Request], **fields: Any) -> Request:
                 raise ValueError(f"{name}: not valid Unicode: it has a surrogate") from None
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+            except TypeError as error:
+                raise TypeError(f"{name}: found {type(value).__name__}: {error}") from None
         raise

@@ -82,6 +82,11 @@ _SECTIONS: dict[str, type[SamplingConfig | StoppingConfig | OutputConfig]] = {
     "stopping": StoppingConfig,
     "output": OutputConfig,
 }
+_MESSAGES: dict[str, type[Constraint | CacheConfig | SpeculationConfig]] = {
+    "constraint": Constraint,
+    "cache": CacheConfig,
+    "speculation": SpeculationConfig,
+}
 _SECTION_OF = {field.name: section for section, config in _SECTIONS.items() for field in config.DESCRIPTOR.fields}
 
 
@@ -90,7 +95,7 @@ def generation_spec(prompt: Prompt, options: GenerationOptions) -> GenerationSpe
 
     Raises:
         ValueError: an empty sequence as prompt, or a value that its field cannot hold; names the field.
-        TypeError: an unknown setting, or a value of the wrong type.
+        TypeError: an unknown setting, or a value of the wrong type; names the setting.
     """
     arguments: dict[str, Any] = _input(prompt)
     for name, value in options.items():
@@ -132,6 +137,8 @@ def _field_value(name: str, value: Any) -> Any:
         return _timing_level(value)
     if name.endswith("_duration"):
         return _duration(name, value)
+    if (kind := _MESSAGES.get(name)) and not isinstance(value, kind | dict):
+        raise TypeError(f"{name}: found {type(value).__name__}, expected a {kind.__name__}")
     if name == "stop_strings" and isinstance(value, str | bytes):
         raise TypeError(f'stop_strings: found {type(value).__name__}, expected a sequence of texts, such as ["END"]')
     return value

@@ -14,6 +14,7 @@ from foreword.service.frontend.boundary import Undecodable, log_refusal
 from foreword.service.frontend.frontend import Frontend, rpc_deadline_ns, tenant_of
 from foreword.service.frontend.generation import Generation
 from foreword.service.frontend.registry import MAX_RECENT
+from foreword.service.frontend.response_size import check_event_size
 from foreword.service.frontend.responses import GenerationConverter, refusal
 from foreword.service.frontend.timeline import Timeline
 from foreword.service.frontend.validation import check_supported
@@ -58,7 +59,7 @@ class BidiStream:
         reader.add_done_callback(lambda _: self._wake.set())
         try:
             await self._write(reader)
-        except (ClientStalled, ResponseTooLarge) as error:
+        except ClientStalled as error:
             for generation in self._live:
                 generation.abandon(error)
             raise
@@ -182,10 +183,7 @@ class BidiStream:
             if not generation.is_admitted:
                 continue  # it is noted again once it is
             num_tokens += generation.num_waiting
-            events = self._news(generation)
-            for event in events:
-                event.request_id = generation.settings.request_id
-            collected += events
+            collected += self._news(generation)
         return collected
 
     def _news(self, generation: Generation) -> list[generation_pb2.GenerationEvent]:
@@ -194,9 +192,23 @@ class BidiStream:
         if generation not in self._announced:
             self._announced.add(generation)
             events.append(generation_pb2.GenerationEvent(started=converter.started()))
-        events += converter.news()
+        events = self._sendable(generation, events + converter.news())
         if generation.error is not None:
             events.append(converter.failure(generation.error))
+            events[-1].request_id = generation.settings.request_id
         if generation.is_over:
             self._drop(generation)
+        return events
+
+    def _sendable(
+        self, generation: Generation, events: list[generation_pb2.GenerationEvent]
+    ) -> list[generation_pb2.GenerationEvent]:
+        """The events with their `request_id`, up to one that no message can hold, which ends its generation alone."""
+        for index, event in enumerate(events):
+            event.request_id = generation.settings.request_id
+            try:
+                check_event_size(event, self._frontend.config.max_send_message_bytes)
+            except ResponseTooLarge as error:
+                generation.abandon(error)
+                return events[:index]
         return events

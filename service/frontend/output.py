@@ -106,8 +106,8 @@ class Output:
             settings: of its generation.
             vocabulary: spells tokens.
             end_token_ids: end and stop tokens that end it.
-            max_part_tokens: a streamed output's tokens wait for `hand_over`, and no more than these go into one delta
-                unless a single release has more; `None` for tokens that count as handed over at once, in one delta.
+            max_part_tokens: a streamed output's tokens wait for `hand_over`, and no more than these go into one delta;
+                `None` for tokens that count as handed over at once, in one delta.
             notify: called when tokens have waited for others long enough.
         """
         self.index = index
@@ -197,18 +197,26 @@ class Output:
         """Move tokens and their text from what is held back to what waits to be taken."""
         num_tokens = released.num_tokens
         limit = self._max_part_tokens
-        if limit is not None and self._released and len(self._released) + num_tokens > limit:
-            self._fill_delta()
+        if limit is not None:
+            if self._released and len(self._released) + num_tokens > limit:
+                self._fill_delta()
+            while num_tokens > limit:  # tokens without bytes, mostly: the text is that of the last
+                self._move(limit, now_ns)
+                self._fill_delta()
+                num_tokens -= limit
         if released.text:
             self._text.append(released.text)
         if not num_tokens:
             return
+        self._move(num_tokens, now_ns)
+        if limit is None:
+            self.hand_over(now_ns)
+        else:
+            self.coalescer.add(self.num_waiting)
+
+    def _move(self, num_tokens: int, now_ns: int) -> None:
         self._held.move(num_tokens, self._released)
         self.num_tokens += num_tokens
         self.num_waiting += num_tokens
         if self._ledger:
             self._ledger.release(num_tokens, now_ns)
-        if limit is None:
-            self.hand_over(now_ns)
-        else:
-            self.coalescer.add(self.num_waiting)

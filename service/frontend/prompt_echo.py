@@ -45,7 +45,7 @@ class PromptEcho:
             settings: of the generation.
             vocabulary: spells tokens.
             token_ids: `[P]` the prompt.
-            max_part_tokens: in one part, up to the end of a character; `None` for all of them.
+            max_part_tokens: in one part; `None` for all of them.
         """
         self._settings = settings
         self._token_ids = token_ids
@@ -86,14 +86,23 @@ class PromptEcho:
         logprobs = None if scores is None else scores.logprobs
         self._held.append(token_ids, logprobs, scores, has_ranks=self._settings.ranks)
         self._num_pushed += num_tokens
-        for start in range(0, num_tokens, self._max_part_tokens):
-            piece = token_ids[start : start + self._max_part_tokens].tolist()
+        start = 0
+        while start < num_tokens:
+            num_held = self._detokenizer.num_held_tokens if self._detokenizer else 0
+            end = start + max(1, self._max_part_tokens - num_held)  # what is held is released with the piece
+            piece = token_ids[start:end].tolist()
             self._release(self._detokenizer.push(piece) if self._detokenizer else TextDelta("", len(piece)))
+            start = end
         if self._detokenizer and self._num_pushed == len(self._token_ids):
             self._release(self._detokenizer.finish())
 
     def _release(self, released: TextDelta) -> None:
-        if self._released and len(self._released) + released.num_tokens > self._max_part_tokens:
+        num_tokens, limit = released.num_tokens, self._max_part_tokens
+        if self._released and len(self._released) + num_tokens > limit:
             self._fill_part()
+        while num_tokens > limit:  # tokens without bytes, mostly: the text is that of the last
+            self._held.move(limit, self._released)
+            self._fill_part()
+            num_tokens -= limit
         self._text.append(released.text)
-        self._held.move(released.num_tokens, self._released)
+        self._held.move(num_tokens, self._released)

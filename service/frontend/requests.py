@@ -153,6 +153,7 @@ def read_settings(
         ignore_eos=stopping.ignore_eos,
         include_stop=stopping.include_stop,
         max_duration_ns=_read_max_duration(stopping, max_duration_ns),
+        has_time_limit=stopping.HasField("max_generation_duration"),
         return_token_ids=output.return_token_ids if output.HasField("return_token_ids") else True,
         return_token_bytes=output.return_token_bytes,
         logprobs=output.logprobs,

@@ -67,6 +67,15 @@ def check_message_size(size: int, limit: int, field: str = "output") -> None:
         )
 
 
+def check_event_size(event: generation_pb2.GenerationEvent, limit: int) -> None:
+    """Require an event that fits a message of its own.
+
+    Raises:
+        ResponseTooLarge: it does not.
+    """
+    check_message_size(event.ByteSize() + _EVENT_OVERHEAD, limit)
+
+
 def check_response_size(size: int, limit: int, settings: GenerationSettings) -> None:
     """Require a response to a unary call that gRPC can send; names what fills it most.
 
@@ -94,7 +103,7 @@ def least_response_bytes(settings: GenerationSettings, num_prompt: int, max_outp
     prompt = num_returned * _least_token_bytes(settings, is_scored=settings.prompt_logprobs)
     is_endless = settings.ignore_eos and not (settings.stop_strings or settings.stop_token_ids)
     num_certain = max_output_tokens if is_endless else settings.min_output_tokens
-    if settings.constraint is not None:  # whose end comes when it comes
+    if settings.constraint is not None or settings.has_time_limit:  # whose end comes when it comes
         num_certain = 0
     return prompt + settings.num_outputs * num_certain * _least_token_bytes(settings, is_scored=True)
 

@@ -48,6 +48,7 @@ class GenerationSettings:
         ignore_eos: the model's end tokens do not end the output.
         include_stop: the stop is part of the output.
         max_duration_ns: from receipt to the end.
+        has_time_limit: the caller set it.
         return_token_ids: return ids next to the text.
         return_token_bytes: return each token's bytes.
         logprobs: return each token's log probability.
@@ -80,6 +81,7 @@ class GenerationSettings:
     ignore_eos: bool
     include_stop: bool
     max_duration_ns: int
+    has_time_limit: bool
     return_token_ids: bool
     return_token_bytes: bool
     logprobs: bool

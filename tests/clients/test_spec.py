@@ -150,7 +150,15 @@ def test_an_empty_text_is_sent_for_the_server_to_refuse() -> None:
         ("hi", {"timing_level": "unspecified"}, ValueError, "timing_level: .* none, summary, step"),
         ("hi", {"timing_level": 9}, ValueError, "timing_level: .* none, summary, step"),
         ("hi", {"top_k": 1 << 40}, ValueError, "out of range"),
-        ("hi", {"top_k": "many"}, TypeError, "integer"),
+        ("hi", {"top_k": "many"}, TypeError, "top_k: found str.*integer"),
+        ("hi", {"temperature": "x", "top_k": 3}, TypeError, "temperature: found str"),
+        ("hi", {"seed": "x"}, TypeError, "seed: found str"),
+        ("hi", {"priority": "x"}, TypeError, "priority: found str"),
+        ("hi", {"logprobs": "x"}, TypeError, "logprobs: found str"),
+        ("hi", {"logit_bias": "x"}, (TypeError, ValueError), "logit_bias: "),
+        ("hi", {"cache": "a"}, TypeError, "cache: found str, expected a CacheConfig"),
+        ("hi", {"constraint": "x"}, TypeError, "constraint: found str, expected a Constraint"),
+        ("hi", {"speculation": 1}, TypeError, "speculation: found int, expected a SpeculationConfig"),
     ],
 )
 def test_bad_arguments(prompt: Any, options: Any, error: type[Exception], message: str) -> None:

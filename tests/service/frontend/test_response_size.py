@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -15,8 +16,8 @@ from foreword.service.frontend.response_size import least_response_bytes, packed
 from foreword.v1 import generation_pb2, timing_pb2
 from foreword.v1.generation_service_pb2 import BidiGenerateTextRequest, StartCommand
 
-from .conftest import INFO, Harness
-from .rpc import failure_of, spec, streamed, unary
+from .conftest import INFO, SPECIAL_TOKENS, Harness
+from .rpc import decode, failure_of, spec, streamed, unary
 
 KIB = 1024
 EVERYTHING = {
@@ -65,6 +66,30 @@ async def test_a_scored_prompt_is_split_over_messages(harness: Harness, monkeypa
     assert [token_id for part in parts for token_id in part.token_ids] == ids
     assert [rank for part in parts for rank in part.ranks] == [0, *(token_id + 1 for token_id in ids[1:])]
     assert [part.first_position for part in parts] == [sum(len(p.ranks) for p in parts[:i]) for i in range(len(parts))]
+
+
+async def test_tokens_without_bytes_that_were_held_are_split_too(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is released before their text is known to go on."""
+    monkeypatch.setattr(response_size, "MAX_PACKED_BYTES", 4 * KIB)
+    output = EVERYTHING | {"prompt_logprobs": True, "echo_prompt": True}
+    ids = [SPECIAL_TOKENS["<s>"]] * 500
+    call = harness.generation.StreamGenerateText(streamed(prompt_token_ids={"ids": ids}, output=output))
+    [sequence] = await harness.engine.arrival()
+    harness.engine.step({sequence: ""}, num_scored=len(ids) - 1)
+    for _ in range(0, 300, 50):
+        harness.engine.step({sequence: [SPECIAL_TOKENS["<s>"]] * 50})
+    harness.engine.step({sequence: "y"}, FinishReason.LENGTH)
+    messages = [message async for message in call]
+    assert max(message.ByteSize() for message in messages) <= 4 * KIB
+    parts = [event.prompt_delta for each in messages for event in each.events if event.HasField("prompt_delta")]
+    assert sum(len(part.token_ids) for part in parts) == 500
+    deltas = [event.output_delta for each in messages for event in each.events if event.HasField("output_delta")]
+    assert sum(len(delta.token_ids) for delta in deltas) == 301
+    assert [delta.text for delta in deltas if delta.text] == [deltas[-1].text] == ["y"]
+    for delta in deltas:
+        assert sum(step.token_count for step in delta.step_timings) == len(delta.token_ids)
 
 
 async def test_what_waited_for_the_client_is_split_over_messages(
@@ -130,6 +155,14 @@ async def test_a_unary_answer_that_will_be_too_large_is_refused_before_the_work(
     assert len([message async for message in call]) > 0
 
 
+async def test_a_unary_answer_that_its_time_limit_may_keep_small_is_not_refused(harness: Harness) -> None:
+    stopping = {"ignore_eos": True, "max_output_token_count": 900, "max_generation_duration": {"seconds": 5}}
+    call = harness.generation.GenerateText(unary(output={"top_logprob_count": 20}, stopping=stopping))
+    [sequence] = await asyncio.wait_for(harness.engine.arrival(), 5)
+    harness.engine.step({sequence: "x"}, FinishReason.DEADLINE)
+    assert (await call).outputs[0].content.text == "x"
+
+
 async def test_a_stream_with_an_event_too_large_for_a_message_ends_with_a_reason(harness: Harness) -> None:
     """What is in effect is echoed in one event."""
     allowed = {"allowed_token_ids": [299] * 16_384, "banned_token_ids": [298] * 16_384}
@@ -137,6 +170,29 @@ async def test_a_stream_with_an_event_too_large_for_a_message_ends_with_a_reason
     await harness.engine.arrival()
     failure = await failure_of(call)
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RESPONSE_TOO_LARGE")
+
+
+async def test_an_event_too_large_for_a_message_ends_its_generation_and_not_the_bidi_stream(harness: Harness) -> None:
+    allowed = {"allowed_token_ids": [299] * 16_384, "banned_token_ids": [298] * 16_384}
+    call = harness.generation.BidiGenerateText()
+    await call.write(BidiGenerateTextRequest(start=StartCommand(spec=spec(request_id="small"))))
+    [small] = await harness.engine.arrival()
+    await call.write(BidiGenerateTextRequest(start=StartCommand(spec=spec(request_id="big", sampling=allowed))))
+    await harness.engine.arrival(2)
+    await call.done_writing()
+    seen = []
+    async for message in call:
+        seen += [(event.request_id, event) for event in message.events]
+        if message.events[-1].request_id == "big":
+            harness.engine.step({small: "x"}, FinishReason.LENGTH)
+    [ended] = [event for request_id, event in seen if request_id == "big"]
+    failure = decode(ended.finished.error)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RESPONSE_TOO_LARGE")
+    last = [event for request_id, event in seen if request_id == "small"][-1]
+    assert last.HasField("finished")
+    assert not last.finished.HasField("error")
+    assert await call.code() is grpc.StatusCode.OK
+    assert harness.engine.sequences == {}
 
 
 @pytest.mark.parametrize("echoes", [False, True])
