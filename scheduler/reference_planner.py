@@ -318,7 +318,7 @@ class ReferencePlanner:
 
     def _num_reserved(self, sequences: list[ReferenceSequence]) -> int:
         """Blocks that these lack for what they knew when they were admitted."""
-        return sum(self._num_blocks_for(s.prefill_end) - len(s.blocks) for s in sequences if s.is_prefill)
+        return sum(max(0, self._num_blocks_for(s.prefill_end) - len(s.blocks)) for s in sequences if s.is_prefill)
 
     def _num_in_reach(self, s: ReferenceSequence) -> int:
         """Tokens for which it has slots, or could get them without a preemption."""

@@ -221,6 +221,21 @@ def test_a_row_is_taken_only_when_no_plan_is_open(new_scheduler: New, new_reques
     scheduler.check_invariants()
 
 
+def test_a_cancelled_prompt_with_a_block_for_its_output_leaves_none_to_others(
+    new_scheduler: New, new_request: Make, result_of: Make
+) -> None:
+    scheduler = new_scheduler(num_blocks=4, block_size=4, max_num_sequences=2, max_num_batched_tokens=16, lookahead=1)
+    scheduler.add(new_request(0, 4, 8), 0)
+    first = scheduler.schedule(0)
+    second = scheduler.schedule(0)  # takes a second block, while the prompt needs one
+    scheduler.cancel(0)
+    scheduler.apply(result_of(first))
+    scheduler.add(new_request(1, 8, 2), 0)  # 2 blocks are free, one of them kept for who holds a row
+    assert admitted(scheduler.schedule(0)) == []
+    scheduler.apply(result_of(second))
+    scheduler.check_invariants()
+
+
 def test_a_deadline_of_a_higher_priority_does_not_wait_for_running_prompts(
     new_scheduler: New, new_request: Make, step: Make
 ) -> None:
