@@ -142,6 +142,7 @@ class EngineClient:
         Raises:
             ContextLengthExceeded, QueueFull, DeadlineInfeasible, DuplicateRequest, InvalidField: the engine refused.
             EngineUnavailable: no engine is ready.
+            EngineFault: the engine failed; it may have admitted the request before.
         """
         if not self.ready:
             raise EngineUnavailable(self._unavailable)

@@ -116,11 +116,14 @@ async def test_a_device_fault_fails_the_step_and_the_engine(launch: Launch, capf
     running = await generate(supervisor, NO_LIMIT)
     await until(lambda: running.num_updates > 0)
     poison = RecordingSink()
-    prompt = np.array([POISON], np.int32)
-    await supervisor.client.submit(
-        Request(supervisor.client.new_request_key(), prompt, StoppingParams(NO_LIMIT)), poison
-    )
-    await until(lambda: running.ended and poison.ended)
+    request = Request(supervisor.client.new_request_key(), np.array([POISON], np.int32), StoppingParams(NO_LIMIT))
+    try:
+        await supervisor.client.submit(request, poison)
+    except EngineFault as error:  # the news of the fault overtook the admission
+        poison.error = error
+    else:
+        await until(lambda: poison.ended)
+    await until(lambda: running.ended)
     assert isinstance(running.error, EngineFault)
     assert isinstance(poison.error, EngineFault)
     assert "RuntimeError" in poison.error.message
