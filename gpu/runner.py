@@ -115,7 +115,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step: keys and values of its tokens, and the tokens that follow where the plan asks for logits.
 
-        Draft tokens are accepted while they equal the token that the model draws in their place.
+        Draft tokens are accepted by the rule of their request: while they equal the token that the model draws in their
+        place, unless it asks for another.
         """
         return self.launch(plan)()
 

@@ -1,15 +1,10 @@
 """Token histories and n-gram tables of all rows, in C memory."""
 
-import numpy as np
-
 cimport cython
-cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 
-from foreword.gpu.speculative.drafter import Proposals
-
-cnp.import_array()
+from foreword.gpu.speculative.row_drafter cimport RowDrafter
 
 cdef enum:
     SHORTEST = 2
@@ -69,33 +64,15 @@ cdef void append(History* h, int32_t token_id) noexcept nogil:
 
 
 @cython.final
-cdef class NgramDrafter:
-    cdef readonly str name
-    cdef readonly tuple names
-    cdef readonly int max_confidence
-    cdef int num_rows
-    cdef int max_model_len
-    cdef int max_draft_tokens
-    cdef int vocab_size
+cdef class NgramDrafter(RowDrafter):
     cdef History* histories  # [num_rows]
-    cdef object offsets
-    cdef object draft_ids
-    cdef object confidences
 
     def __cinit__(self, int max_num_sequences, int max_model_len, int max_draft_tokens, int vocab_size):
         self.name = "ngram"
-        self.names = (self.name,)
         self.max_confidence = LONGEST
-        self.num_rows = max_num_sequences
-        self.max_model_len = max_model_len
-        self.max_draft_tokens = max_draft_tokens
-        self.vocab_size = vocab_size
         self.histories = <History*>calloc(max_num_sequences, sizeof(History))
         if self.histories == NULL:
             raise MemoryError("n-gram histories")
-        self.offsets = np.zeros(max_num_sequences + 1, np.int32)
-        self.draft_ids = np.zeros(max_num_sequences * max_draft_tokens, np.int32)
-        self.confidences = np.zeros(max_num_sequences, np.int32)
 
     def __dealloc__(self):
         cdef int row
@@ -111,7 +88,8 @@ cdef class NgramDrafter:
         h.token_ids = h.tables = NULL
         h.capacity = h.num_tokens = h.num_known = h.match_length = 0
 
-    cdef int allocate(self, int row, int capacity) except -1:
+    cdef int open_row(self, int row, object request, int capacity) except -1:
+        self.clear(row)
         cdef History* h = &self.histories[row]
         cdef uint32_t table_size = 4
         while table_size < 2 * <uint32_t>capacity:
@@ -125,19 +103,7 @@ cdef class NgramDrafter:
         h.table_mask = table_size - 1
         return 0
 
-    def admit(self, int row, request, const int32_t[::1] output_token_ids):
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} is outside the {self.num_rows} rows")
-        cdef const int32_t[::1] prompt = np.ascontiguousarray(request.prompt_token_ids)
-        self.clear(row)
-        self.allocate(row, min(self.max_model_len, len(prompt) + request.stopping.max_output_tokens))
-        with nogil:
-            self.extend(row, 0, &prompt[0], <int>prompt.shape[0])
-            if output_token_ids.shape[0]:
-                self.extend(row, <int>prompt.shape[0], &output_token_ids[0], <int>output_token_ids.shape[0])
-
     cdef void extend(self, int row, int start, const int32_t* token_ids, int num_tokens) noexcept nogil:
-        """Append those of the tokens from position `start` on that are new and fit."""
         cdef History* h = &self.histories[row]
         cdef int i
         cdef int32_t token_id
@@ -147,42 +113,15 @@ cdef class NgramDrafter:
             token_id = token_ids[i]
             append(h, token_id if 0 <= token_id < self.vocab_size else UNSEEN)
 
-    def observe(
-        self,
-        const int32_t[::1] rows,
-        const int32_t[::1] positions,
-        const int32_t[::1] token_ids,
-        const int32_t[::1] starts,
-        const int32_t[::1] ends,
-    ):
-        cdef int b
-        with nogil:
-            for b in range(<int>rows.shape[0]):
-                if ends[b] > starts[b]:
-                    self.extend(rows[b], positions[b], &token_ids[starts[b]], ends[b] - starts[b])
-
-    def propose(self, const int32_t[::1] rows, const int32_t[::1] limits):
-        cdef int32_t[::1] offsets = self.offsets
-        cdef int32_t[::1] drafts = self.draft_ids
-        cdef int32_t[::1] confidences = self.confidences
-        cdef int b, num_drafts, start = 0, num_rows = <int>rows.shape[0]
-        cdef History* h
-        with nogil:
-            for b in range(num_rows):
-                h = &self.histories[rows[b]]
-                num_drafts = self.continue_match(h, &drafts[0] + start, min(limits[b], self.max_draft_tokens))
-                confidences[b] = h.match_length if num_drafts else 0
-                start += num_drafts
-                offsets[b + 1] = start
-        return Proposals(self.offsets[: num_rows + 1], self.draft_ids[:start], self.confidences[:num_rows])
-
-    cdef int continue_match(self, History* h, int32_t* drafts, int limit) noexcept nogil:
-        cdef int i, position
-        if h.match_length == 0:
-            return 0
-        for i in range(limit):
+    cdef int continue_row(self, int row, int32_t* drafts, int limit, int32_t* confidence) noexcept nogil:
+        cdef History* h = &self.histories[row]
+        cdef int i, position, num_drafts = max(limit, 0) if h.match_length else 0
+        for i in range(num_drafts):
             position = h.match_end + i
             drafts[i] = h.token_ids[position] if position < h.num_tokens else drafts[position - h.num_tokens]
             if drafts[i] == UNSEEN:
-                return i
-        return max(limit, 0)
+                num_drafts = i
+                break
+        if num_drafts:
+            confidence[0] = h.match_length
+        return num_drafts

@@ -5,13 +5,11 @@ from collections import OrderedDict
 import numpy as np
 
 cimport cython
-cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
-from foreword.gpu.speculative.drafter import Proposals
-
+from foreword.gpu.speculative.row_drafter cimport RowDrafter
 from foreword.gpu.speculative.suffix_automaton cimport (
     ROOT,
     Automaton,
@@ -24,8 +22,6 @@ from foreword.gpu.speculative.suffix_automaton cimport (
     repetition,
     reserve,
 )
-
-cnp.import_array()
 
 cdef enum:
     YOUNG = 0
@@ -84,41 +80,23 @@ cdef inline void add(Automaton* a, int32_t token_id, int vocab_size) noexcept no
 
 
 @cython.final
-cdef class SuffixDrafter:
-    cdef readonly str name
-    cdef readonly tuple names
-    cdef readonly int max_confidence
-    cdef int num_rows
-    cdef int max_model_len
-    cdef int max_draft_tokens
-    cdef int vocab_size
+cdef class SuffixDrafter(RowDrafter):
     cdef int64_t step
     cdef Row* rows  # [num_rows]
     cdef list row_scopes  # [num_rows] keeps those alive that rows point into
     cdef object scopes  # of (tenant, cache salt), the one used last at the end
     cdef int num_proposed
     cdef int32_t[::1] proposed_rows  # [num_proposed]
-    cdef object offsets
-    cdef object draft_ids
-    cdef object confidences
 
     def __cinit__(self, int max_num_sequences, int max_model_len, int max_draft_tokens, int vocab_size):
         self.name = "suffix"
-        self.names = (self.name,)
         self.max_confidence = MAX_CONFIDENCE
-        self.num_rows = max_num_sequences
-        self.max_model_len = max_model_len
-        self.max_draft_tokens = max_draft_tokens
-        self.vocab_size = vocab_size
         self.rows = <Row*>calloc(max_num_sequences, sizeof(Row))
         if self.rows == NULL:
             raise MemoryError("rows of suffix automata")
         self.row_scopes = [None] * max_num_sequences
         self.scopes = OrderedDict()
         self.proposed_rows = np.zeros(max_num_sequences, np.int32)
-        self.offsets = np.zeros(max_num_sequences + 1, np.int32)
-        self.draft_ids = np.zeros(max_num_sequences * max_draft_tokens, np.int32)
-        self.confidences = np.zeros(max_num_sequences, np.int32)
 
     def __dealloc__(self):
         cdef int row
@@ -138,25 +116,19 @@ cdef class SuffixDrafter:
         return sum((<Scope>scope).num_tokens() for scope in self.scopes.values())
 
     def admit(self, int row, request, const int32_t[::1] output_token_ids):
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} is outside the {self.num_rows} rows")
+        RowDrafter.admit(self, row, request, output_token_ids)
+        self.rows[row].num_shared = self.rows[row].num_tokens
+
+    cdef int open_row(self, int row, object request, int capacity) except -1:
         self.share(row)
         self.clear(row)
-        cdef const int32_t[::1] prompt = np.ascontiguousarray(request.prompt_token_ids)
-        cdef int num_prompt = <int>prompt.shape[0], num_output = <int>output_token_ids.shape[0]
-        cdef int capacity = min(self.max_model_len, num_prompt + request.stopping.max_output_tokens)
         cdef Row* r = &self.rows[row]
         r.token_ids = <int32_t*>malloc(capacity * sizeof(int32_t))
         if r.token_ids == NULL or reserve(&r.own, capacity) < 0:
             self.clear(row)
             raise MemoryError(f"suffix automaton of {capacity} tokens")
         r.capacity = capacity
-        self.join_scope(row, request)
-        with nogil:
-            self.extend(row, 0, &prompt[0], num_prompt)
-            if num_output:
-                self.extend(row, num_prompt, &output_token_ids[0], num_output)
-            r.num_shared = r.num_tokens
+        return self.join_scope(row, request)
 
     cdef int join_scope(self, int row, request) except -1:
         cdef Scope scope
@@ -171,7 +143,6 @@ cdef class SuffixDrafter:
         return 0
 
     cdef void extend(self, int row, int start, const int32_t* token_ids, int num_tokens) noexcept nogil:
-        """Append those of the tokens from position `start` on that are new and fit."""
         cdef Row* r = &self.rows[row]
         cdef int i, end = min(num_tokens, r.capacity - start)
         if start > r.num_tokens:
@@ -183,20 +154,6 @@ cdef class SuffixDrafter:
             if r.outputs != NULL and end - i <= CONTEXT:
                 r.matches[YOUNG] = advance(&r.outputs[YOUNG], r.matches[YOUNG], token_ids[i])
                 r.matches[OLD] = advance(&r.outputs[OLD], r.matches[OLD], token_ids[i])
-
-    def observe(
-        self,
-        const int32_t[::1] rows,
-        const int32_t[::1] positions,
-        const int32_t[::1] token_ids,
-        const int32_t[::1] starts,
-        const int32_t[::1] ends,
-    ):
-        cdef int b
-        with nogil:
-            for b in range(<int>rows.shape[0]):
-                if ends[b] > starts[b]:
-                    self.extend(rows[b], positions[b], &token_ids[starts[b]], ends[b] - starts[b])
 
     cdef int share(self, int row) except -1 nogil:
         """Add what is new in a row's output to the young outputs of its scope."""
@@ -227,23 +184,7 @@ cdef class SuffixDrafter:
                 self.rows[row].matches[OLD] = self.rows[row].matches[YOUNG]
                 self.rows[row].matches[YOUNG] = Match(ROOT, 0)
 
-    def propose(self, const int32_t[::1] rows, const int32_t[::1] limits):
-        cdef int32_t[::1] offsets = self.offsets
-        cdef int32_t[::1] drafts = self.draft_ids
-        cdef int32_t[::1] confidences = self.confidences
-        cdef int b, num_drafts, start = 0, num_rows = <int>rows.shape[0]
-        cdef Match match
-        with nogil:
-            self.share_ended(rows)
-            for b in range(num_rows):
-                num_drafts = min(limits[b], self.max_draft_tokens)
-                num_drafts = self.continue_row(&self.rows[rows[b]], &drafts[0] + start, num_drafts, &match)
-                confidences[b] = confidence_of(match.length) if num_drafts else 0
-                start += num_drafts
-                offsets[b + 1] = start
-        return Proposals(self.offsets[: num_rows + 1], self.draft_ids[:start], self.confidences[:num_rows])
-
-    cdef int share_ended(self, const int32_t[::1] rows) except -1 nogil:
+    cdef int begin_proposals(self, const int32_t[::1] rows) except -1 nogil:
         """Share the outputs of rows that were proposed for the last time and are not now."""
         cdef int i
         self.step += 1
@@ -257,14 +198,18 @@ cdef class SuffixDrafter:
             self.proposed_rows[i] = rows[i]
         return 0
 
-    cdef int continue_row(self, Row* r, int32_t* drafts, int limit, Match* match) noexcept nogil:
-        """Continue the longest match of a row, its own if there are several; returns how many tokens follow."""
+    cdef int continue_row(self, int row, int32_t* drafts, int limit, int32_t* confidence) noexcept nogil:
+        """Continue the longest match of a row, its own if there are several."""
+        cdef Row* r = &self.rows[row]
         cdef const Automaton* automaton = &r.own
-        cdef int i
-        match[0] = repetition(&r.own)
+        cdef Match match = repetition(&r.own)
+        cdef int i, num_drafts
         if r.outputs != NULL:
             for i in range(2):
                 if r.matches[i].length > match.length:
-                    match[0] = r.matches[i]
+                    match = r.matches[i]
                     automaton = &r.outputs[i]
-        return continue_match(automaton, match[0], drafts, limit) if match.length else 0
+        num_drafts = continue_match(automaton, match, drafts, limit) if match.length else 0
+        if num_drafts:
+            confidence[0] = confidence_of(match.length)
+        return num_drafts

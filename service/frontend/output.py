@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from foreword.scheduler.step import SEQUENCE_UPDATE, FinishReason, TokenScores
 from foreword.service.engine.messages import StepHeader
 from foreword.service.frontend.coalescer import Coalescer
+from foreword.service.frontend.response_size import fill_parts
 from foreword.service.frontend.settings import GenerationSettings, TimingLevel
 from foreword.service.frontend.steps import StepLedger, StepShare
 from foreword.service.frontend.timeline import Delivery
@@ -198,12 +200,8 @@ class Output:
         num_tokens = released.num_tokens
         limit = self._max_part_tokens
         if limit is not None:
-            if self._released and len(self._released) + num_tokens > limit:
-                self._fill_delta()
-            while num_tokens > limit:  # tokens without bytes, mostly: the text is that of the last
-                self._move(limit, now_ns)
-                self._fill_delta()
-                num_tokens -= limit
+            move = partial(self._move, now_ns=now_ns)
+            num_tokens = fill_parts(num_tokens, limit, len(self._released), move, self._fill_delta)
         if released.text:
             self._text.append(released.text)
         if not num_tokens:

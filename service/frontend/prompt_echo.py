@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.scheduler.step import TokenScores
+from foreword.service.frontend.response_size import fill_parts
 from foreword.service.frontend.settings import GenerationSettings
 from foreword.service.frontend.token_columns import TokenColumns
 from foreword.service.text.detokenizer import IncrementalDetokenizer, TextDelta
@@ -97,12 +98,10 @@ class PromptEcho:
             self._release(self._detokenizer.finish())
 
     def _release(self, released: TextDelta) -> None:
-        num_tokens, limit = released.num_tokens, self._max_part_tokens
-        if self._released and len(self._released) + num_tokens > limit:
-            self._fill_part()
-        while num_tokens > limit:  # tokens without bytes, mostly: the text is that of the last
-            self._held.move(limit, self._released)
-            self._fill_part()
-            num_tokens -= limit
+        num_released = len(self._released)
+        num_left = fill_parts(released.num_tokens, self._max_part_tokens, num_released, self._move, self._fill_part)
         self._text.append(released.text)
+        self._move(num_left)
+
+    def _move(self, num_tokens: int) -> None:
         self._held.move(num_tokens, self._released)

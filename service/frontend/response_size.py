@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from foreword.service.frontend.settings import GenerationSettings, TimingLevel
 from foreword.service.status import ResponseTooLarge
@@ -28,6 +28,30 @@ def max_part_tokens(settings: GenerationSettings, max_token_bytes: int, max_byte
     if settings.timing_level is TimingLevel.STEP:
         most += _STEP_TIMING_BYTES
     return max(1, max_bytes // most)
+
+
+def fill_parts(
+    num_tokens: int, limit: int, num_released: int, move: Callable[[int], None], fill: Callable[[], None]
+) -> int:
+    """Distribute tokens that are released together over parts of at most `limit`; the text is that of the last one.
+
+    Args:
+        num_tokens: released now.
+        limit: of a part.
+        num_released: tokens in the part that is open.
+        move: puts so many of the tokens into the open part.
+        fill: ends the open part and opens another one.
+
+    Returns:
+        how many of the tokens are left for the part that is open then.
+    """
+    if num_released and num_released + num_tokens > limit:
+        fill()
+    while num_tokens > limit:  # tokens without bytes, mostly
+        move(limit)
+        fill()
+        num_tokens -= limit
+    return num_tokens
 
 
 def packed(
